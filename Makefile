@@ -1,0 +1,59 @@
+# Every target sets up what it needs, once: a virtual environment in .venv with the exact versions of requirements.lock.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell for candidate in python3.11 python3; do $$candidate -c '' 2>/dev/null && echo $$candidate && break; done)
+BIN := .venv/bin
+STAMP := .venv/.lowkey-installed
+ARGS ?=
+
+# One thread for each of the test processes: small tensors gain nothing from more, and two pools on two cores fight.
+TEST_ENV := OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-$${CI:+ci}}
+
+.PHONY: help setup demo test slow coverage lint format bench docs clean
+
+help:
+	@echo "make demo | test | slow | coverage | lint | format | bench | docs | clean"
+
+setup: $(STAMP)
+
+$(STAMP): requirements.lock pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/python -m lowkey.cli demo $(ARGS)
+
+test: $(STAMP)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 $(ARGS)
+
+slow: $(STAMP)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m slow $(ARGS)
+
+coverage: $(STAMP)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --cov --cov-report=term-missing $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/run.py $(ARGS)
+	$(BIN)/python benchmarks/size.py
+
+docs: $(STAMP)
+	$(BIN)/python scripts/collect_privacy_lines.py
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going -b html docs docs/_build/html
+
+clean:
+	rm -rf .venv build dist docs/_build .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage .coverage.*
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
