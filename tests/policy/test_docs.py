@@ -1,0 +1,45 @@
+"""The docs keep up with the source."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import re
+import runpy
+
+import pytest
+from repository import PACKAGE, ROOT, name_of, source_files
+
+DOCS = ROOT / "docs"
+BIBLIOGRAPHY = (DOCS / "references.bib").read_text(encoding="utf-8")
+CITATION = re.compile(r"\[([a-z]+\d{4}[a-z]*)\]")
+
+
+def method_modules() -> set[str]:
+    """Files that define a method: a public dataclass exported by `lowkey.methods` or `lowkey.nonprivate`."""
+    found: set[str] = set()
+    for package in ("methods", "nonprivate"):
+        if not (PACKAGE / package / "__init__.py").exists():
+            continue
+        module = importlib.import_module(f"lowkey.{package}")
+        values = [getattr(module, name) for name in module.__all__]
+        found |= {value.__module__.rpartition(".")[2] for value in values if inspect.isclass(value) and dataclasses.is_dataclass(value)}
+    return found
+
+
+def test_the_privacy_argument_shows_the_lines_of_the_source() -> None:
+    script = ROOT / "scripts" / "collect_privacy_lines.py"
+    shown = (DOCS / "explain" / "privacy-argument.md").read_text(encoding="utf-8")
+    assert shown == runpy.run_path(str(script))["page"](), f"the page is out of date: run python {script.relative_to(ROOT)}"
+
+
+@pytest.mark.parametrize("name", sorted(method_modules()))
+def test_every_method_has_its_page(name: str) -> None:
+    assert (DOCS / "methods" / f"{name}.md").exists()
+
+
+@pytest.mark.parametrize("path", source_files(), ids=name_of)
+def test_every_cited_paper_is_in_the_bibliography(path: str) -> None:
+    keys = set(CITATION.findall((PACKAGE / path).read_text(encoding="utf-8")))
+    assert [key for key in sorted(keys) if f"{{{key}," not in BIBLIOGRAPHY] == []
