@@ -45,6 +45,7 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/python scripts/collect_privacy_lines.py
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py $(ARGS)

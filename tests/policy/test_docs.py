@@ -43,3 +43,16 @@ def test_every_method_has_its_page(name: str) -> None:
 def test_every_cited_paper_is_in_the_bibliography(path: str) -> None:
     keys = set(CITATION.findall((PACKAGE / path).read_text(encoding="utf-8")))
     assert [key for key in sorted(keys) if f"{{{key}," not in BIBLIOGRAPHY] == []
+
+
+def public_modules() -> list[str]:
+    """Modules and packages directly under lowkey whose names users may import; the command line documents itself."""
+    inside = [path for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
+    return sorted(path.stem for path in inside if not path.name.startswith("_") and path.stem != "cli")
+
+
+@pytest.mark.parametrize("name", public_modules())
+def test_every_public_module_is_in_the_reference(name: str) -> None:
+    page = DOCS / "reference" / f"{name}.md"
+    assert page.exists(), f"write docs/reference/{name}.md and list it in docs/reference/index.md"
+    assert f"automodule:: lowkey.{name}" in page.read_text(encoding="utf-8")
