@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lowkey.errors import ConfigError, PrivacyBoundaryError
-from lowkey.release.noise import CHUNK, DrawKeys, NoiseSource, SeededNoise, SystemNoise
+from lowkey.release.noise import CHUNK, DrawKeys, NoiseSource, SeededNoise, SystemNoise, _add_on_cuda, _count_fork
 from lowkey.release.secure import SecureNoise, grid_spacing
 
 every_source = pytest.mark.parametrize("source", [SystemNoise(), SecureNoise(), SeededNoise(3)], ids=repr)
@@ -168,10 +168,11 @@ def test_a_forked_child_draws_other_noise_than_its_parent(make: type[SystemNoise
 
 def test_the_key_is_renewed_after_a_fork_even_if_the_process_id_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.urandom", lambda count: bytes(count))
+    monkeypatch.setattr("lowkey.release.noise._forks", 0)  # restored afterwards
     keys = DrawKeys("test")
     in_parent = keys.next_key(1, 0)
     monkeypatch.setattr("os.urandom", lambda count: bytes([1]) * count)
-    monkeypatch.setattr("lowkey.release.noise._forks", 10**6)
+    _count_fork()
     assert keys.next_key(1, 0) != in_parent
     assert keys._secret == bytes([1]) * 32  # pyright: ignore[reportPrivateUsage]
 
@@ -241,6 +242,19 @@ def test_a_missing_cipher_names_the_install_command(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
     with pytest.raises(ConfigError, match=r'pip install "lowkey\[secure\]"'):
         SecureNoise()
+
+
+def test_a_device_without_a_generator_of_its_own_gets_noise_from_the_cpu() -> None:
+    assert SystemNoise().normal(torch.empty(3, 2, device="meta"), 1.0, step=1, index=0).shape == (3, 2)
+
+
+def test_the_chunks_of_a_cuda_draw_continue_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch's generators have one interface on all devices, so the walk over chunks can be followed on the CPU.
+    monkeypatch.setattr("lowkey.release.noise._CUDA_CHUNK", 16)
+    noise = torch.zeros(40)
+    _add_on_cuda(noise, 2.0, bytes(range(32)))
+    generator = torch.Generator().manual_seed(int.from_bytes(bytes(range(8)), "little"))
+    assert torch.equal(noise, 2.0 * torch.cat([torch.empty(count).normal_(generator=generator) for count in (16, 16, 8)]))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

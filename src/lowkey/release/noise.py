@@ -276,17 +276,17 @@ def _add_philox(total: Tensor, std: float, key: bytes) -> None:
         return
     target = total.detach()
     if not target.is_contiguous():
-        target.add_(_philox_like(target, std, key))
+        target.add_(_philox_on(target.device, target, std, key))
     elif target.device.type == "cuda":
         _add_on_cuda(target.view(-1), std, key)
     elif target.device.type == "cpu":
         _add_on_cpu(target.view(-1).numpy(), std, key)
     else:
-        target.add_(_philox_like(target.to("cpu"), std, key).to(target.device))
+        target.add_(_philox_on(torch.device("cpu"), target, std, key).to(target.device))
 
 
-def _philox_like(like: Tensor, std: float, key: bytes) -> Tensor:
-    noise = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+def _philox_on(device: torch.device, like: Tensor, std: float, key: bytes) -> Tensor:
+    noise = torch.zeros(like.shape, dtype=like.dtype, device=device)
     _add_philox(noise, std, key)
     return noise
 
