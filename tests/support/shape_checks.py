@@ -6,18 +6,21 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from beartype import BeartypeConf, beartype
+from beartype import beartype
 
-_ARRAY_ANNOTATION = re.compile(r"\b(Bool|Complex|Float|Inexact|Int|Integer|Key|Num|Real|Shaped|UInt)\d*\[")
-_check = beartype(conf=BeartypeConf(is_pep484_tower=True))
+_ARRAY = re.compile(r"\b(Bool|Complex|Float|Inexact|Int|Integer|Key|Num|Real|Shaped|UInt)\d*\[")
 
 
 def check_shapes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Check the annotations of functions that name an array shape; pyright has seen the others.
+    """Check the annotations that name the shape of an array, and leave the others to pyright.
 
-    Checking every function would ask for run-time checkable protocols in the library, for the sake of its tests alone.
+    Checking them all would ask for run-time checkable protocols in the library, for the sake of its tests alone.
     """
-    annotations = getattr(function, "__annotations__", {})
-    if any(_ARRAY_ANNOTATION.search(str(annotation)) for annotation in annotations.values()):
-        return _check(function)
-    return function
+    everything = getattr(function, "__annotations__", {})
+    arrays = {name: annotation for name, annotation in everything.items() if _ARRAY.search(str(annotation))}
+    if not arrays:
+        return function
+    function.__annotations__ = arrays
+    checked = beartype(function)
+    checked.__annotations__ = everything
+    return checked
