@@ -38,10 +38,10 @@ class BatchReader(Dataset[object]):
         self._collate_fn = collate_fn
 
     def __getitem__(self, indices: Indices) -> object:
-        # A TensorDataset under torch's own collate is one gather for each tensor, a hundred times faster than stacking.
+        # A TensorDataset under torch's own collate is one gather for each tensor, several times faster than stacking examples.
         if type(self._examples) is TensorDataset and self._collate_fn is default_collate:
             rows = torch.from_numpy(indices)
-            return [tensor[rows] for tensor in cast("TensorDataset", self._examples).tensors]
+            return [tensor.index_select(0, rows) for tensor in cast("TensorDataset", self._examples).tensors]
         if len(indices) == 0:
             return empty_like(self._collate_fn([self._examples[0]]))
         return self._collate_fn(self._fetch(indices.tolist()))
