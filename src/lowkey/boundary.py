@@ -25,8 +25,8 @@ from lowkey.errors import PrivacyBoundaryError
 F_co = TypeVar("F_co", covariant=True)
 """The representation of one block of per-example gradients (`lowkey.factors.Factor`)."""
 
-Blocks = Mapping[str, tuple[Tensor, ...]]
-"""Coordinates by parameter name; a sketch may give a parameter more than one block."""
+Blocks = Mapping[str, Tensor]
+"""Coordinates by block name: a parameter's own name, or whatever its sketch calls the pieces it makes."""
 
 
 class Provenance(Enum):
@@ -55,12 +55,12 @@ class PerExample(Generic[F_co]):
 
     __slots__ = ("_batch_size", "_blocks")
 
-    def __init__(self, blocks: Mapping[str, tuple[F_co, ...]], batch_size: int) -> None:
+    def __init__(self, blocks: Mapping[str, F_co], batch_size: int) -> None:
         self._blocks = blocks
         self._batch_size = batch_size
 
     def __repr__(self) -> str:
-        return f"PerExample({len(self._blocks)} parameters, values hidden)"
+        return f"PerExample({len(self._blocks)} blocks, values hidden)"
 
     def __bool__(self) -> bool:
         _refuse("PerExample")
@@ -83,7 +83,7 @@ class Sensitive:
         self.l2_bound = l2_bound
 
     def __repr__(self) -> str:
-        shapes = {name: [tuple(block.shape) for block in blocks] for name, blocks in self._blocks.items()}
+        shapes = {name: tuple(block.shape) for name, block in self._blocks.items()}
         return f"Sensitive(l2_bound={self.l2_bound}, shapes={shapes}, values hidden)"
 
     def __bool__(self) -> bool:
@@ -101,7 +101,7 @@ class Released:
     """A noised sum divided by the expected batch size: public from here on.
 
     Fields:
-        blocks: The released coordinates, by parameter name.
+        blocks: The released coordinates, by block name.
         noise_std: Standard deviation of the noise on each coordinate, after the division.
         l2_bound: Largest L2 distance that one example can move the value by, after the division.
         step: Which release this is, counted from 1.

@@ -1,0 +1,30 @@
+"""Choices of speed and checking that never change a release."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class CheckIsolation(Enum):
+    """When a backward pass also checks that no example touches another's gradient."""
+
+    FIRST = "first"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How a step is computed, as opposed to what it releases.
+
+    Fields:
+        check_isolation: FIRST checks the first backward pass that holds two or more examples, at the cost of one more backward pass;
+            ALWAYS checks each one; NEVER leaves it to `lowkey.audit`.
+
+    Example:
+        >>> Execution().check_isolation
+        <CheckIsolation.FIRST: 'first'>
+    """
+
+    check_isolation: CheckIsolation = CheckIsolation.FIRST

@@ -1,0 +1,235 @@
+"""Where a backward pass leaves each example's factors.
+
+The collector is owned by one `Private` object and filled by the backward functions of `lowkey.factors`.
+Nothing is stored on parameters, tensors or modules.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lowkey.boundary import PerExample
+from lowkey.errors import PrivacyBoundaryError, ShapeError
+from lowkey.factors.factor import Dense, Factor, OneHot, Outer, Side, combine, compact
+
+
+class Axis(Enum):
+    """The two axes of a parameter seen as a matrix: its first axis, and all others flattened."""
+
+    ROWS = "rows"
+    COLS = "cols"
+
+    @property
+    def other(self) -> Axis:
+        return Axis.COLS if self is Axis.ROWS else Axis.ROWS
+
+
+class Compression(Protocol):
+    """What the collector asks of a sketch: linear maps of one parameter's gradient."""
+
+    def basis(self, axis: Axis) -> Tensor | None:
+        """Return the matrix by which a layer's input, lying along `axis`, may be multiplied at once; None to keep it whole."""
+        ...
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether the coordinates are the gradient itself."""
+        ...
+
+    def compress(self, outer: Outer, kept: Axis | None) -> Mapping[str, Outer]:
+        """Sketch an outer product, into named blocks, whose `kept` side has already been multiplied by its basis."""
+        ...
+
+    def compress_dense(self, gradients: Tensor) -> Mapping[str, Dense]:
+        """Sketch per-example gradients that were formed in full."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """One trainable parameter, as the capture sees it."""
+
+    name: str
+    shape: tuple[int, ...]
+    compression: Compression
+
+
+@dataclass(eq=False)
+class Derived:
+    """A tensor computed from parameters alone (a chunk, a cast, `1 + weight`), before it meets data."""
+
+    value: Tensor
+    names: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        return " and ".join(self.names)
+
+
+class Collector:
+    """Receives factors between `begin` and `finish`.
+
+    Life cycle: `begin(batch_size)`, one backward pass, `finish()`; then again.
+    """
+
+    def __init__(self, weights: Mapping[str, Weight], parameters: Mapping[str, Tensor]) -> None:
+        self._weights = dict(weights)
+        self._parameters = dict(parameters)
+        self._batch_size: int | None = None
+        self._blocks: dict[str, list[Factor]] = {}
+        self._reached: set[str] = set()
+        self._derived: dict[Derived, list[Tensor]] = {}
+        self._norms: list[tuple[str, Tensor]] | None = None
+        self._kept: tuple[weakref.ref[Tensor], int, Tensor, Tensor] | None = None
+
+    def begin(self, batch_size: int, *, watch_norms: bool = False) -> None:
+        """Expect one backward pass over `batch_size` losses."""
+        self._batch_size = batch_size
+        self._blocks = {}
+        self._derived = {}
+        self._norms = [] if watch_norms else None
+
+    def finish(self) -> PerExample[Factor]:
+        """Return what the backward pass left, every use of a parameter combined."""
+        batch_size = self.batch_size
+        for derived, cotangents in self._derived.items():
+            self._pull_back(derived, cotangents)
+        # Blocks of the same name are summed: tied weights, repeated uses, and sketches that several parameters share.
+        blocks = {name: combine(uses) for name, uses in self._blocks.items()}
+        self.abandon()
+        return PerExample(blocks, batch_size)
+
+    def abandon(self) -> None:
+        """Forget everything since `begin`."""
+        self._batch_size = None
+        self._blocks = {}
+        self._derived = {}
+
+    @property
+    def is_expecting(self) -> bool:
+        """Whether a backward pass is under way."""
+        return self._batch_size is not None
+
+    @property
+    def batch_size(self) -> int:
+        if self._batch_size is None:
+            raise PrivacyBoundaryError(
+                "a backward pass reached a private model outside private.backward. "
+                "Raw gradients are not available while the model is private. "
+                "Call private.backward(losses) with one loss per example, or private.close() first."
+            )
+        return self._batch_size
+
+    @property
+    def reached(self) -> set[str]:
+        """The parameters that any backward pass has reached so far."""
+        return self._reached
+
+    def use(self, weights: Mapping[str, Weight]) -> None:
+        """Sketch with new weights from the next forward pass on."""
+        self._weights = dict(weights)
+
+    def take_norms(self) -> list[tuple[str, Tensor]]:
+        """Return (parameter, squared norms per example) of every use since `begin(watch_norms=True)`."""
+        norms, self._norms = self._norms or [], None
+        return norms
+
+    def keep(self, weight: Weight, inputs: Tensor, axis: Axis) -> Tensor:
+        """Reduce a layer's input; layers that share an input and a basis share the result."""
+        last = self._kept
+        basis = weight.compression.basis(axis)
+        if basis is None:
+            return inputs.detach()
+        if last is not None and last[0]() is inputs and last[1] == inputs._version and last[2] is basis:
+            return last[3]
+        with torch.no_grad():
+            kept = inputs.detach() @ basis.to(inputs.dtype)
+        self._kept = (weakref.ref(inputs), inputs._version, basis, kept)
+        return kept
+
+    def forget_inputs(self) -> None:
+        """Let go of the last reduced input."""
+        self._kept = None
+
+    def record_outer(self, target: Weight | Derived, rows: Side, cols: Side, kept: Axis | None) -> None:
+        """Take `sum_t rows_t cols_t^T` per example as one use of `target`."""
+        rows, cols = self._by_example(rows, target), self._by_example(cols, target)
+        if isinstance(target, Derived):
+            self._watch(target.label, Outer(rows, cols, ()))
+            self._derived.setdefault(target, []).append(Outer(rows, cols, tuple(target.value.shape)).dense())
+            return
+        self._check_current(target)
+        blocks = target.compression.compress(Outer(rows, cols, target.shape), kept)
+        self._add(target.name, {name: compact(block) for name, block in blocks.items()})
+
+    def record_dense(self, target: Weight | Derived, gradients: Tensor) -> None:
+        """Take per-example gradients in full, `(rows, *shape)`; rows of one example are summed."""
+        shape = target.value.shape if isinstance(target, Derived) else target.shape
+        batch = self._check_rows(gradients.shape[0], target)
+        if gradients.shape[0] != batch:
+            gradients = gradients.reshape(batch, -1, *shape).sum(1)
+        gradients = gradients.reshape(batch, *shape)
+        if isinstance(target, Derived):
+            self._watch(target.label, Dense(gradients))
+            self._derived.setdefault(target, []).append(gradients)
+            return
+        self._check_current(target)
+        self._add(target.name, target.compression.compress_dense(gradients))
+
+    def record_factor(self, target: Weight, factor: Factor) -> None:
+        """Take a factor of a parameter that is not sketched."""
+        self._check_current(target)
+        self._add(target.name, {target.name: factor})
+
+    def _add(self, name: str, blocks: Mapping[str, Factor]) -> None:
+        self._reached.add(name)
+        for block_name, block in blocks.items():
+            self._watch(name, block)
+            self._blocks.setdefault(block_name, []).append(block)
+
+    def _check_current(self, target: Weight) -> None:
+        if self._weights[target.name] is not target:
+            raise PrivacyBoundaryError(
+                f"these losses come from a forward pass before the last step, when '{target.name}' had another basis. "
+                "A sketch is fixed before its batch and released in the same step. Run the model again after private.step()."
+            )
+
+    def _watch(self, name: str, factor: Factor) -> None:
+        if self._norms is not None:
+            self._norms.append((name, factor.squared_norms()))
+
+    def _by_example(self, side: Side, target: Weight | Derived) -> Side:
+        if isinstance(side, OneHot):
+            batch = self._check_rows(side.index.shape[0], target)
+            return OneHot(side.index.reshape(batch, -1), side.size)
+        batch = self._check_rows(side.shape[0], target)
+        return side.reshape(batch, -1, side.shape[-1])
+
+    def _check_rows(self, num_rows: int, target: Weight | Derived) -> int:
+        batch = self.batch_size
+        if num_rows % batch:
+            label = target.label if isinstance(target, Derived) else target.name
+            raise ShapeError(
+                f"'{label}' was used on {num_rows} rows while {batch} losses were given. "
+                "The first axis of every input must be the examples', so that each row belongs to one loss. "
+                "Put the batch axis first (batch_first=True) and return one loss per example."
+            )
+        return batch
+
+    def _pull_back(self, derived: Derived, cotangents: list[Tensor]) -> None:
+        """Carry per-example gradients of a derived tensor back to its parameters."""
+        total = torch.stack(cotangents).sum(0).to(derived.value.dtype)
+        parameters = [self._parameters[name] for name in derived.names]
+        gradients = torch.autograd.grad(
+            derived.value, parameters, total, retain_graph=True, is_grads_batched=True, allow_unused=True
+        )
+        for name, gradient in zip(derived.names, gradients, strict=True):
+            if gradient is not None:
+                self._add(name, self._weights[name].compression.compress_dense(gradient.detach()))

@@ -1,0 +1,197 @@
+"""Convolutions in one, two and three dimensions.
+
+    Axes: B examples, L output positions, I inputs per patch (channels x kernel), O output channels
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from lowkey.factors.capture import Site
+from lowkey.factors.collector import Axis
+from lowkey.factors.elementwise import sum_positions
+from lowkey.factors.factor import Dense, Factor, Outer, widen
+from lowkey.factors.fallback import by_example
+from lowkey.factors.registry import Call, rule
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How a convolution's kernel moves over its input."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    def run(self, inputs: Tensor, kernel: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Convolve."""
+        zeros = (0,) * len(self.stride)
+        return torch.convolution(inputs, kernel, bias, self.stride, self.padding, self.dilation, False, zeros, self.groups)
+
+    def backward(self, backprops: Tensor, inputs: Tensor, kernel: Tensor, of_input: bool) -> Tensor:
+        """Return the gradient of the input or of the kernel, summed over the batch."""
+        zeros = (0,) * len(self.stride)
+        wanted = [of_input, not of_input, False]
+        found = torch.ops.aten.convolution_backward(
+            backprops, inputs, kernel, None, self.stride, self.padding, self.dilation, False, zeros, self.groups, wanted
+        )
+        return found[0 if of_input else 1]  # type: ignore[no-any-return] # reason: torch.ops is untyped
+
+    def patches(self, inputs: Tensor, kernel_size: tuple[int, ...]) -> Float[Tensor, "B L I"]:
+        """Return the input under the kernel at each output position."""
+        pads = [pad for size in reversed(self.padding) for pad in (size, size)]
+        windows = F.pad(inputs, pads)
+        dims = len(kernel_size)
+        for axis, (size, stride, dilation) in enumerate(zip(kernel_size, self.stride, self.dilation, strict=True)):
+            windows = windows.unfold(2 + axis, (size - 1) * dilation + 1, stride)[..., ::dilation]
+        order = (0, *range(2, 2 + dims), 1, *range(2 + dims, 2 + 2 * dims))
+        windows = windows.permute(order)
+        return windows.flatten(1 + dims).flatten(1, dims)
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """Per-example gradients of a kernel, as (output gradients, inputs)."""
+
+    backprops: Tensor
+    inputs: Tensor
+    geometry: Geometry
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return self.backprops.numel() + self.inputs.numel()
+
+    def squared_norms(self) -> Float[Tensor, " B"]:
+        positions = self.backprops[0, 0].numel()
+        if positions * positions >= self._kernel().numel() or self.geometry.groups > 1:
+            return Dense(self.dense()).squared_norms()
+        return self._outer().squared_norms()
+
+    def add_sum(self, total: Tensor, weights: Float[Tensor, " B"]) -> None:
+        scaled = widen(self.backprops) * weights.view(-1, *[1] * (self.backprops.dim() - 1))
+        total.add_(self.geometry.backward(scaled, widen(self.inputs), self._kernel(), of_input=False))
+
+    def dense(self) -> Tensor:
+        kernel = self._kernel()
+        backprops, inputs = widen(self.backprops), widen(self.inputs)
+        each = [self.geometry.backward(backprops[b : b + 1], inputs[b : b + 1], kernel, of_input=False) for b in range(len(backprops))]
+        return torch.stack(each)
+
+    def without(self, bad: Bool[Tensor, " B"]) -> Convolution:
+        mask = bad.view(-1, *[1] * (self.backprops.dim() - 1))
+        return replace(self, backprops=self.backprops.masked_fill(mask, 0.0), inputs=self.inputs.masked_fill(mask, 0.0))
+
+    def compacted(self) -> Factor:
+        """Return plain gradients where those are smaller."""
+        if self._kernel().numel() * len(self.backprops) <= self.numel:
+            return Dense(self.dense())
+        return self
+
+    def _kernel(self) -> Tensor:
+        return widen(self.inputs).new_empty(1).expand(self.shape)
+
+    def _outer(self) -> Outer:
+        rows = self.backprops.flatten(2).transpose(1, 2)
+        return Outer(rows, self.geometry.patches(self.inputs, self.shape[2:]), self.shape)
+
+
+class _Convolution(torch.autograd.Function):
+    """A convolution that keeps of its input only what the sketch of the kernel needs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: Tensor, kernel: Tensor, bias: Tensor | None, kept: Tensor | None, anchor: Tensor, geometry: Geometry, sites: tuple[Site | None, Site | None, bool]
+    ) -> Tensor:
+        ctx.geometry, ctx.sites, ctx.input_shape = geometry, sites, inputs.shape
+        ctx.save_for_backward(kernel, kept)
+        return geometry.run(inputs, kernel, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, backprops: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override] # reason: torch types it with *args
+        kernel, kept = ctx.saved_tensors
+        site, bias_site, is_reduced = ctx.sites
+        if site is not None:
+            _record(site, backprops, kept, kernel, ctx.geometry, is_reduced)
+        if bias_site is not None:
+            bias_site.record_dense(sum_positions(widen(backprops).flatten(2).transpose(1, 2)))
+        gradient = None
+        if ctx.needs_input_grad[0]:
+            empty = kernel.new_empty(1).expand(ctx.input_shape)
+            gradient = ctx.geometry.backward(backprops, empty.to(backprops.dtype), kernel.to(backprops.dtype), of_input=True)
+        return gradient, None, None, None, None, None, None
+
+
+def _record(site: Site, backprops: Tensor, kept: Tensor, kernel: Tensor, geometry: Geometry, is_reduced: bool) -> None:
+    factor = Convolution(backprops, kept, geometry, tuple(kernel.shape))
+    if is_reduced:
+        site.record_outer(backprops.flatten(2).transpose(1, 2), kept.flatten(2).transpose(1, 2), kept=Axis.COLS)
+    elif geometry.groups > 1 or site.weight is None or not _is_identity(site):
+        site.record_dense(factor.dense())
+    elif len(backprops) == site.collector.batch_size:
+        site.collector.record_factor(site.weight, factor.compacted())
+    else:
+        site.record_outer(backprops.flatten(2).transpose(1, 2), geometry.patches(kept, tuple(kernel.shape[2:])))
+
+
+def _is_identity(site: Site) -> bool:
+    return site.weight is not None and site.weight.compression.is_identity
+
+
+@rule(F.conv1d, F.conv2d, F.conv3d)
+def convolution(call: Call) -> Tensor:
+    """`F.convNd(input, weight, bias, stride, padding, dilation, groups)`."""
+    return _convolve(call, *call.args, **call.kwargs)
+
+
+def _convolve(
+    call: Call,
+    input: Tensor,  # noqa: A002 - torch's name
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | tuple[int, ...] = 1,
+    padding: int | str | tuple[int, ...] = 0,
+    dilation: int | tuple[int, ...] = 1,
+    groups: int = 1,
+) -> Tensor:
+    if input.dim() != weight.dim() or not call.capture.is_data(input):
+        return by_example(call)
+    dims = input.dim() - 2
+    inputs, pads = _pad(input, padding, weight.shape[2:], _each(dilation, dims))
+    geometry = Geometry(_each(stride, dims), pads, _each(dilation, dims), groups)
+    site = call.capture.site(weight)
+    bias_site = None if bias is None else call.capture.site(bias)
+    kept, is_reduced = None, False
+    if site is not None:
+        basis = site.weight.compression.basis(Axis.COLS) if site.weight is not None and groups == 1 else None
+        is_reduced = basis is not None
+        with torch.no_grad():
+            kept = inputs.detach() if basis is None else geometry.run(inputs.detach(), basis.T.reshape(-1, *weight.shape[1:]).to(inputs.dtype))
+    plain = None if bias is None else bias.detach()
+    return _Convolution.apply(inputs, weight.detach(), plain, kept, call.capture.anchor, geometry, (site, bias_site, is_reduced))  # type: ignore[no-any-return] # reason: torch leaves apply untyped
+
+
+def _each(value: int | tuple[int, ...], dims: int) -> tuple[int, ...]:
+    values = (value,) if isinstance(value, int) else tuple(value)
+    return values * dims if len(values) == 1 else values
+
+
+def _pad(inputs: Tensor, padding: int | str | tuple[int, ...], kernel_size: tuple[int, ...], dilation: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
+    """Return the input and the symmetric padding that is left to the convolution."""
+    dims = len(kernel_size)
+    if not isinstance(padding, str):
+        return inputs, _each(padding, dims)
+    if padding == "valid":
+        return inputs, (0,) * dims
+    totals = [step * (size - 1) for size, step in zip(kernel_size, dilation, strict=True)]
+    pads = [pad for total in reversed(totals) for pad in (total // 2, total - total // 2)]
+    return F.pad(inputs, pads), (0,) * dims

@@ -1,0 +1,112 @@
+"""Any operation without a rule of its own: redone for one example at a time in the backward pass.
+
+Slow, and right for every differentiable operation whose output rows are its input rows' examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
+
+from lowkey.errors import UnsupportedLayerError
+from lowkey.factors.capture import Site
+from lowkey.factors.registry import Call, anything, rule
+
+
+class _ByExample(torch.autograd.Function):
+    """Run an operation as it is; in the backward pass, rerun it on each row."""
+
+    @staticmethod
+    def forward(ctx: Any, replay: _Replay, anchor: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.replay = replay
+        ctx.save_for_backward(*tensors)
+        return replay.run(tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, backprops: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override] # reason: torch types it with *args
+        gradients = ctx.replay.gradients(ctx.saved_tensors, backprops)
+        inputs: list[Tensor | None] = [None] * len(gradients)
+        for i, gradient in enumerate(gradients):
+            site = ctx.replay.sites[i]
+            if site is not None:
+                site.record_dense(gradient)
+            elif ctx.needs_input_grad[i + 2]:
+                inputs[i] = gradient
+        return None, None, *inputs
+
+
+class _Replay:
+    """An operation with its tensor arguments taken out."""
+
+    def __init__(self, call: Call) -> None:
+        flat, self._spec = pytree.tree_flatten((call.args, dict(call.kwargs)))
+        self._flat: list[Any] = [None if isinstance(value, Tensor) else value for value in flat]
+        self._places = [i for i, value in enumerate(flat) if isinstance(value, Tensor)]
+        self._function = call.function
+        self.tensors = [flat[i] for i in self._places]
+        self.sites: list[Site | None] = [call.capture.site(tensor) for tensor in self.tensors]
+        self._is_data = [call.capture.is_data(tensor) for tensor in self.tensors]
+
+    def run(self, tensors: Sequence[Tensor]) -> Tensor:
+        flat = list(self._flat)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            flat[place] = tensor
+        args, kwargs = pytree.tree_unflatten(flat, self._spec)
+        return self._function(*args, **kwargs)  # type: ignore[no-any-return] # reason: outputs are checked by the caller
+
+    def num_rows(self) -> int:
+        sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor, data in zip(self.tensors, self._is_data, strict=True) if data}
+        return sizes.pop() if len(sizes) == 1 else 0
+
+    def gradients(self, tensors: Sequence[Tensor], backprops: Tensor) -> list[Tensor]:
+        """Return for each tensor argument its gradient, with a row per row of the batch."""
+        rows = [self._row_gradients(tensors, backprops, b) for b in range(backprops.shape[0])]
+        return [
+            torch.cat(parts) if data else torch.stack(parts)
+            for data, parts in zip(self._is_data, zip(*rows, strict=True), strict=True)
+        ]
+
+    def _row_gradients(self, tensors: Sequence[Tensor], backprops: Tensor, b: int) -> list[Tensor]:
+        with torch.enable_grad():
+            leaves = [
+                (tensor[b : b + 1] if data else tensor).detach().requires_grad_(tensor.is_floating_point())
+                for tensor, data in zip(tensors, self._is_data, strict=True)
+            ]
+            output = self.run(leaves)
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        found = iter(torch.autograd.grad(output, wanted, backprops[b : b + 1], allow_unused=True))
+        gradients = [next(found) if leaf.requires_grad else None for leaf in leaves]
+        return [torch.zeros_like(leaf) if gradient is None else gradient for gradient, leaf in zip(gradients, leaves, strict=True)]
+
+
+@rule(anything)
+def by_example(call: Call) -> Tensor:
+    """Catch an operation that has no rule."""
+    replay = _Replay(call)
+    labels = ", ".join(repr(site.label) for site in replay.sites if site is not None)
+    name = getattr(call.function, "__name__", str(call.function))
+    num_rows = replay.num_rows()
+    if not num_rows:
+        raise UnsupportedLayerError(
+            f"{labels} met data in {name}, whose arguments do not share a batch axis, so no per-example gradient is known. "
+            "Every data argument needs the examples on its first axis. "
+            "Rewrite the operation so, or freeze the parameter with requires_grad_(False)."
+        )
+    output = _ByExample.apply(replay, call.capture.anchor, *[_plain(tensor, site) for tensor, site in zip(replay.tensors, replay.sites, strict=True)])
+    if not isinstance(output, Tensor) or output.dim() == 0 or output.shape[0] != num_rows:
+        raise UnsupportedLayerError(
+            f"{labels} took part in {name}, whose result does not have one row per example, so no per-example gradient is known. "
+            "A layer must keep the examples on the first axis. "
+            "Rewrite the operation so, or freeze the parameter with requires_grad_(False)."
+        )
+    return output
+
+
+def _plain(tensor: Tensor, site: Site | None) -> Tensor:
+    return tensor if site is None else tensor.detach()

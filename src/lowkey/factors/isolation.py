@@ -1,0 +1,48 @@
+"""Checks on a real batch that each row belongs to the example it is credited to, and that no example touches another.
+
+Scaling loss `b` by a power of two must scale example `b`'s gradient in every operation by exactly that power.
+A batch norm, a contrastive loss, a balancing term or a batch axis in the wrong place all break this.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lowkey.errors import UnsupportedLayerError
+
+Norms = Sequence[tuple[str, Tensor]]
+"""(parameter, squared norm per example) of every use of a parameter in one backward pass."""
+
+_TOLERANCE = 1e-3
+
+
+def isolation_weights(losses: Tensor) -> Tensor:
+    """Return one power of two per loss; a fixed pattern, for it need not be secret."""
+    draw = random.Random(len(losses))
+    exponents = [draw.randrange(4) for _ in range(len(losses))]
+    exponents[0], exponents[-1] = 0, 3
+    return torch.tensor([2.0**exponent for exponent in exponents], dtype=losses.dtype, device=losses.device)
+
+
+def check_isolation(weights: Tensor, weighted: Norms, plain: Norms) -> None:
+    """Compare the norms of a backward pass over weighted losses with those of the plain one.
+
+    Raises:
+        UnsupportedLayerError: Some example's gradient did not scale with its own loss.
+    """
+    squares = weights.square()
+    for (name, found), (_, base) in zip(weighted, plain, strict=True):
+        expected = base * squares.to(base.dtype)
+        # NUMERICS: powers of two scale exactly; the tolerance is for sums that are reordered and norms that cancel.
+        slack = _TOLERANCE * expected + 1e-9 * expected.nan_to_num(0.0, 0.0).amax()
+        finite = torch.isfinite(expected) & torch.isfinite(found)
+        if bool(((found - expected).abs() > slack)[finite].any()):
+            raise UnsupportedLayerError(
+                f"the gradient of '{name}' for one example changes when another example's loss is scaled, so examples are mixed. "
+                "Each loss must depend on its own example alone, and the first axis of every input must be the examples'. "
+                "Look for batch statistics, in-batch negatives, balancing losses, or a batch axis that is not first."
+            )

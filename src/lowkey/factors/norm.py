@@ -1,0 +1,197 @@
+"""Normalisation layers: statistics of one example, then a scale and a shift.
+
+    Axes: B examples, ... positions, C channels
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from lowkey.errors import UnsupportedLayerError
+from lowkey.factors.capture import Site
+from lowkey.factors.elementwise import per_example
+from lowkey.factors.factor import widen
+from lowkey.factors.fallback import by_example
+from lowkey.factors.registry import Call, guard, rule
+
+_Sites = tuple[Site | None, Site | None]
+
+
+class _LayerNorm(torch.autograd.Function):
+    """Layer norm that keeps its input alone, as torch's own does."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor | None, bias: Tensor | None, anchor: Tensor, shape: list[int], eps: float, sites: _Sites) -> Tensor:
+        output, mean, rstd = torch.native_layer_norm(inputs, shape, weight, bias, eps)
+        ctx.shape, ctx.sites = shape, sites
+        ctx.save_for_backward(inputs, mean, rstd, weight, bias)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, backprops: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override] # reason: torch types it with *args
+        inputs, mean, rstd, weight, bias = ctx.saved_tensors
+        weight_site, bias_site = ctx.sites
+        rows = backprops.shape[0]
+        if weight_site is not None:
+            scaled = widen((inputs - mean).mul_(rstd).mul_(backprops))
+            weight_site.record_dense(scaled.reshape(rows, -1, *ctx.shape).sum(1))
+        if bias_site is not None:
+            bias_site.record_dense(widen(backprops).reshape(rows, -1, *ctx.shape).sum(1))
+        gradient = None
+        if ctx.needs_input_grad[0]:
+            gradient = torch.ops.aten.native_layer_norm_backward(backprops, inputs, ctx.shape, mean, rstd, weight, bias, [True, False, False])[0]
+        return gradient, None, None, None, None, None, None
+
+
+class _GroupNorm(torch.autograd.Function):
+    """Group norm that keeps its input alone, as torch's own does."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor | None, bias: Tensor | None, anchor: Tensor, groups: int, eps: float, sites: _Sites) -> Tensor:
+        ctx.sizes = (inputs.shape[0], inputs.shape[1], inputs[0, 0].numel(), groups)
+        output, mean, rstd = torch.native_group_norm(inputs, weight, bias, *ctx.sizes, eps)
+        ctx.sites = sites
+        ctx.save_for_backward(inputs, mean, rstd, weight)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, backprops: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override] # reason: torch types it with *args
+        inputs, mean, rstd, weight = ctx.saved_tensors
+        weight_site, bias_site = ctx.sites
+        batch, channels, _, groups = ctx.sizes
+        flat = widen(backprops).reshape(batch, channels, -1)
+        shift = flat.sum(2)
+        if weight_site is not None:
+            scale = torch.einsum("bcs,bcs->bc", flat, widen(inputs).reshape(batch, channels, -1))
+            centred = (scale - shift * mean.repeat_interleave(channels // groups, 1)) * rstd.repeat_interleave(channels // groups, 1)
+            weight_site.record_dense(centred)
+        if bias_site is not None:
+            bias_site.record_dense(shift)
+        gradient = None
+        if ctx.needs_input_grad[0]:
+            gradient = torch.ops.aten.native_group_norm_backward(backprops.contiguous(), inputs, mean, rstd, weight, *ctx.sizes, [True, False, False])[0]
+        return gradient, None, None, None, None, None, None
+
+
+def _sites(call: Call, weight: Tensor | None, bias: Tensor | None) -> _Sites:
+    return None if weight is None else call.capture.site(weight), None if bias is None else call.capture.site(bias)
+
+
+def _full_precision(inputs: Tensor) -> Tensor:
+    return inputs.float() if torch.is_autocast_enabled(inputs.device.type) else inputs
+
+
+def _plain(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach()
+
+
+@rule(F.layer_norm, torch.layer_norm)
+def layer_norm(call: Call) -> Tensor:
+    """`F.layer_norm(input, normalized_shape, weight, bias, eps)`."""
+    return _layer_norm(call, *call.args, **call.kwargs)
+
+
+def _layer_norm(
+    call: Call, input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, cudnn_enable: bool = True  # noqa: A002 - torch's name
+) -> Tensor:
+    if not call.capture.is_data(input):
+        return by_example(call)
+    return _LayerNorm.apply(_full_precision(input), _plain(weight), _plain(bias), call.capture.anchor, list(normalized_shape), eps, _sites(call, weight, bias))  # type: ignore[no-any-return] # reason: torch leaves apply untyped
+
+
+@rule(F.group_norm, torch.group_norm)
+def group_norm(call: Call) -> Tensor:
+    """`F.group_norm(input, num_groups, weight, bias, eps)`."""
+    return _group_norm(call, *call.args, **call.kwargs)
+
+
+def _group_norm(
+    call: Call, input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, cudnn_enabled: bool = True  # noqa: A002 - torch's name
+) -> Tensor:
+    if not call.capture.is_data(input):
+        return by_example(call)
+    inputs = _full_precision(input).contiguous()
+    return _GroupNorm.apply(inputs, _plain(weight), _plain(bias), call.capture.anchor, num_groups, eps, _sites(call, weight, bias))  # type: ignore[no-any-return] # reason: torch leaves apply untyped
+
+
+@rule(F.rms_norm, torch.rms_norm)
+def rms_norm(call: Call) -> Tensor:
+    """`F.rms_norm(input, normalized_shape, weight, eps)`."""
+    return _rms_norm(call, *call.args, **call.kwargs)
+
+
+def _rms_norm(call: Call, input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:  # noqa: A002 - torch's name
+    if weight is None or not call.capture.is_data(input):
+        return by_example(call)
+    scale = per_example(call.capture, weight, input.shape[0], input.dim())
+    if scale is None:
+        return by_example(call)
+    return F.rms_norm(input, normalized_shape, None, eps) * scale
+
+
+@rule(F.instance_norm)
+def instance_norm(call: Call) -> Tensor:
+    """`F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)`."""
+    return _per_channel(call, F.instance_norm, *call.args, **call.kwargs)
+
+
+@rule(F.batch_norm)
+def batch_norm(call: Call) -> Tensor:
+    """`F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)` with frozen statistics."""
+    return _per_channel(call, F.batch_norm, *call.args, **call.kwargs)
+
+
+def _per_channel(
+    call: Call,
+    function: Any,
+    input: Tensor,  # noqa: A002 - torch's name
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *flags: Any,
+    **named: Any,
+) -> Tensor:
+    if not call.capture.is_data(input):
+        return by_example(call)
+    output = function(input, running_mean, running_var, None, None, *flags, **named)
+    trailing = [1] * (input.dim() - 2)
+    for tensor, apply in ((weight, torch.mul), (bias, torch.add)):
+        if tensor is not None:
+            rows = per_example(call.capture, tensor, input.shape[0], 2) if call.capture.is_weight(tensor) else tensor[None]
+            if rows is None:
+                return by_example(call)
+            output = apply(output, rows.reshape(*rows.shape, *trailing))
+    return output
+
+
+@guard(F.batch_norm)
+def refuse_batch_statistics(
+    input: Tensor, running_mean: object, running_var: object, weight: object = None, bias: object = None, training: bool = False, *_: object, **__: object  # noqa: A002 - torch's name
+) -> None:
+    """Refuse statistics over the batch."""
+    if training:
+        raise UnsupportedLayerError(
+            "batch_norm ran in training mode, which mixes examples, so no per-example gradient exists. "
+            "Each example's gradient must depend on that example alone. "
+            "Replace the layer with GroupNorm, or freeze it: layer.eval() after every model.train()."
+        )
+
+
+@guard(F.instance_norm)
+def refuse_running_statistics(
+    input: Tensor, running_mean: object = None, running_var: object = None, weight: object = None, bias: object = None, use_input_stats: bool = True, *_: object, **__: object  # noqa: A002 - torch's name
+) -> None:
+    """Refuse running statistics that a batch would update."""
+    if use_input_stats and running_mean is not None:
+        raise UnsupportedLayerError(
+            "instance_norm updates running statistics from the batch, which would publish private data without noise. "
+            "A buffer may hold no private data. Set track_running_stats=False, or call layer.eval()."
+        )

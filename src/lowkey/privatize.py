@@ -1,0 +1,398 @@
+"""Attach privacy to a model and an optimizer, and keep your own loop.
+
+The whole sentence is said here once: `backward` is sample → factors → sketch → clip → sum, `step` is noise ║ refine → optimizer → decode.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from lowkey.account import Ledger, Plan, RunHeader, Statement, open_ledger
+from lowkey.boundary import PerExample
+from lowkey.errors import ConfigError, PrivacyBoundaryError, ShapeError, UnsupportedLayerError
+from lowkey.execution import CheckIsolation, Execution
+from lowkey.factors import (
+    Capture,
+    Collector,
+    Factor,
+    Selection,
+    Taps,
+    Weight,
+    check_isolation,
+    describe,
+    isolation_weights,
+    refuse_coupling,
+    select,
+    wide_dtype,
+)
+from lowkey.methods import Method
+from lowkey.methods.method import Start
+from lowkey.optim import OptimizerFactory, Slots
+from lowkey.optim.slots import GroupOptions
+from lowkey.release import ClippedSum, NoiseSource, SystemNoise, release_gaussian
+from lowkey.sketch import Sketch
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What a step may tell: public values only.
+
+    Fields:
+        step: How many releases this run has made.
+        noise_std: Standard deviation of the noise on each released coordinate.
+        num_steps_left: How many the plan still allows.
+    """
+
+    step: int
+    noise_std: float
+    num_steps_left: int
+
+
+def privatize(
+    model: nn.Module,
+    optimizer: OptimizerFactory,
+    *,
+    method: Method,
+    plan: Plan,
+    clip_norm: float,
+    noise: NoiseSource | None = None,
+    ledger: str | os.PathLike[str] | None = None,
+    dataset: str = "unnamed",
+    trainable: Selection = None,
+    groups: GroupOptions | None = None,
+    execution: Execution | None = None,
+    seed: int | None = None,
+) -> Private:
+    """Attach privacy to `model`, which stays the module that it is.
+
+    Args:
+        model: Any module whose examples lie along the first axis and do not touch each other.
+        optimizer: Called with the tensors to step, as `functools.partial(torch.optim.AdamW, lr=1e-3)`.
+        method: How a step is taken, as `DPSGD()` or `Grape(rank=16)`.
+        plan: How much noise, for how many steps, at which sampling rate.
+        clip_norm: The L2 limit on one example's joint vector.
+        noise: Where noise comes from; the operating system by default.
+        ledger: A file that outlives a crash; without it the budget is counted in memory.
+        dataset: The name under which the ledger adds up runs on the same records.
+        trainable: Names, or a function of (name, parameter); by default whatever has `requires_grad`.
+        groups: Optimizer options of a parameter by its name, as `lambda name: {"weight_decay": 0.0}`.
+        execution: Speed and checks; never changes a release.
+        seed: Names the random bases; public. Fresh by default.
+
+    Returns:
+        The object with `backward`, `step`, `epsilon` and `close`.
+
+    Raises:
+        ConfigError: An argument does not fit; nothing has been spent.
+        UnsupportedLayerError: The model couples examples, or a layer has no known per-example gradient.
+
+    Guarantee:
+        After any number of steps the weights are `(private.epsilon, plan.delta)`-differentially private for adding or removing one example,
+        given that batches are drawn as the plan says, for real arithmetic and ideal Gaussian noise.
+
+    Example:
+        >>> import functools, torch, lowkey as lk
+        >>> plan = lk.Plan(noise_multiplier=1.0, delta=1e-3, num_examples=100, expected_batch_size=10, num_steps=5)
+        >>> model = torch.nn.Linear(3, 2)
+        >>> sgd = functools.partial(torch.optim.SGD, lr=0.1)
+        >>> with lk.privatize(model, sgd, method=lk.DPSGD(), plan=plan, clip_norm=1.0) as private:
+        ...     private.backward(model(torch.randn(4, 3)).square().sum(1))
+        ...     private.step().num_steps_left
+        4
+    """
+    return Private(
+        model,
+        optimizer,
+        Setting(
+            method=method,
+            plan=plan,
+            clip_norm=clip_norm,
+            noise=noise or SystemNoise(),
+            ledger=ledger,
+            dataset=dataset,
+            trainable=trainable,
+            groups=groups,
+            execution=execution or Execution(),
+            seed=int.from_bytes(os.urandom(8), "little") if seed is None else seed,
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The arguments of `privatize`, checked."""
+
+    method: Method
+    plan: Plan
+    clip_norm: float
+    noise: NoiseSource
+    ledger: str | os.PathLike[str] | None
+    dataset: str
+    trainable: Selection
+    groups: GroupOptions | None
+    execution: Execution
+    seed: int
+
+    def __post_init__(self) -> None:
+        clip_norm = self.clip_norm
+        if not isinstance(clip_norm, int | float) or isinstance(clip_norm, bool) or not clip_norm > 0:  # pyright: ignore[reportUnnecessaryIsInstance] # reason: users pass what they like
+            raise ConfigError(f"clip_norm={clip_norm!r} is not a limit. It must be a positive number. Start with clip_norm=1.0.")
+        if math.isinf(clip_norm) and self.plan.noise_multiplier > 0:
+            raise ConfigError(
+                "clip_norm=inf with noise would make the noise infinite. Noise is in proportion to the limit. Use a finite clip_norm, or noise_multiplier=0."
+            )
+        for name, wanted in (("method", "start"), ("noise", "add_"), ("plan", "noise_multiplier")):
+            value = getattr(self, name)
+            if isinstance(value, type) or not hasattr(value, wanted):
+                raise ConfigError(f"{name}={value!r} is not a {name}. Pass an instance, as method=lk.DPSGD(), noise=lk.SystemNoise(), plan=lk.calibrate(...).")
+
+    @property
+    def bound(self) -> float:
+        """The clip norm that holds; a method without a guarantee does not clip."""
+        return float(self.clip_norm) if self.method.has_guarantee else math.inf
+
+    @property
+    def noise_multiplier(self) -> float:
+        """The noise multiplier that holds; a method without a guarantee adds none."""
+        return self.plan.noise_multiplier if self.method.has_guarantee else 0.0
+
+
+class Private:
+    """A model under training with privacy.
+
+    Life cycle: any number of `backward`, then one `step`; repeat up to `plan.num_steps` times; `close`.
+    A step without a `backward` is an empty batch: noise alone.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: OptimizerFactory, setting: Setting) -> None:
+        refuse_coupling(model)
+        self._setting = setting
+        self._model = model
+        self._parameters = select(model, setting.trainable)
+        self._device = _one_device(self._parameters)
+        specs = describe(model, self._parameters)
+        start = Start(specs=specs, weights=self._parameters, seed=setting.seed)
+        self._strategy = setting.method.start(start)
+        self._sketches = self._strategy.sketches(1)
+        self._weights = self._targets()
+        self._collector = Collector(self._weights, self._parameters)
+        self._capture = Capture(self._collector, self._weights, self._parameters)
+        dtypes = {wide_dtype(parameter.dtype) for parameter in self._parameters.values()}
+        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        self._sum = ClippedSum(self._block_shapes(), setting.bound, dtype, self._device)
+        subspaces = self._strategy.subspaces(self._sketches)
+        self._slots = Slots(self._parameters, self._sketches, subspaces, optimizer, setting.groups)
+        self._ledger: Ledger = open_ledger(setting.ledger, self._header())
+        self._step = 0
+        self._is_isolated = setting.execution.check_isolation is CheckIsolation.NEVER
+        self._seen_examples = False
+        self._closed = False
+        self._frozen = [p for name, p in model.named_parameters() if p.requires_grad and name not in self._parameters]
+        for parameter in self._frozen:
+            parameter.requires_grad_(False)
+        self._thawed = [parameter for parameter in self._parameters.values() if not parameter.requires_grad]
+        for parameter in self._parameters.values():
+            parameter.requires_grad_(True)
+            parameter.grad = None
+        self._capture.set_constants({**dict(model.named_buffers()), **{n: p for n, p in model.named_parameters() if n not in self._parameters}})
+        self._taps = Taps(model, self._capture, self._parameters)
+
+    # -- the private side ----------------------------------------------------------------------------------------------
+
+    def backward(self, losses: Tensor) -> None:
+        """Take each example's gradient, clip it, and add it to this step's sum.
+
+        Args:
+            losses: One loss per example, shape `(B,)`, from a forward pass since the last step.
+
+        Raises:
+            ShapeError: `losses` is not one loss per example.
+            UnsupportedLayerError: A parameter was used where its per-example gradient cannot be known, or examples touch each other.
+        """
+        self._check_open()
+        _check_losses(losses, self._device)
+        if len(losses) == 0:
+            return
+        self._sum.add(self._per_example(losses))
+        self._seen_examples = True
+
+    def _per_example(self, losses: Tensor) -> PerExample[Factor]:
+        always = self._setting.execution.check_isolation is CheckIsolation.ALWAYS
+        checks = len(losses) > 1 and (always or not self._is_isolated)
+        try:
+            if not checks:
+                self._run_backward(losses, torch.ones_like(losses))
+                return self._collector.finish()
+            weights = isolation_weights(losses)
+            self._run_backward(losses, weights, watch_norms=True, again=True)
+            weighted = self._collector.take_norms()
+            self._run_backward(losses, torch.ones_like(losses), watch_norms=True)
+            check_isolation(weights, weighted, self._collector.take_norms())
+            self._is_isolated = True
+            return self._collector.finish()
+        finally:
+            self._collector.abandon()
+            self._capture.forget()
+
+    def _run_backward(self, losses: Tensor, weights: Tensor, *, watch_norms: bool = False, again: bool = False) -> None:
+        self._collector.begin(len(losses), watch_norms=watch_norms)
+        torch.autograd.backward(losses, weights, retain_graph=again)
+        raw = [name for name, parameter in self._parameters.items() if parameter.grad is not None]
+        for parameter in self._parameters.values():
+            # PRIVACY: no raw gradient may stay where an optimizer, a hook or a log could read it.
+            parameter.grad = None
+        if raw:
+            raise UnsupportedLayerError(
+                f"'{raw[0]}' was used where lowkey cannot see it, so its gradient arrived summed over the batch. "
+                "Uses inside a custom autograd.Function, or outside the forward pass of a module of the model, are not caught. "
+                "Compute with it inside a module's forward, or freeze it with requires_grad_(False)."
+            )
+
+    # -- the public side -----------------------------------------------------------------------------------------------
+
+    def step(self) -> StepReport:
+        """Make this step's one release and let the optimizer follow it.
+
+        Raises:
+            BudgetError: The plan is used up; nothing was released.
+            ConfigError: Some trainable parameter has never been reached by a backward pass.
+        """
+        self._check_open()
+        self._check_reached()
+        # PRIVACY: the release is charged, on disk, before any noise is drawn for it.
+        number = self._ledger.intend()
+        sensitive = self._sum.take()
+        plan = self._setting.plan
+        released = release_gaussian(sensitive, self._setting.noise_multiplier, plan.expected_batch_size, self._setting.noise, number)
+        self._slots.step(self._strategy.refine(released))
+        self._step += 1
+        self._renew_sketches()
+        self._ledger.commit(number)
+        return StepReport(step=self._step, noise_std=released.noise_std, num_steps_left=plan.num_steps - self._ledger.num_intents)
+
+    def _renew_sketches(self) -> None:
+        # PRIVACY: the next step's bases are fixed here, from releases and public randomness, before its batch is seen.
+        later = self._strategy.sketches(self._step + 1)
+        if all(later[name] is sketch for name, sketch in self._sketches.items()):
+            return
+        self._sketches = later
+        self._slots.refresh(later, self._strategy.subspaces(later), self._strategy.on_refresh)
+        self._sum.set_shapes(self._block_shapes())
+        self._weights = self._targets()
+        self._capture.use(self._weights)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The torch optimizer; attach schedulers to it."""
+        return self._slots.optimizer
+
+    @property
+    def num_steps_left(self) -> int:
+        """How many releases the plan still allows."""
+        return self._setting.plan.num_steps - self._ledger.num_intents
+
+    @property
+    def epsilon(self) -> float:
+        """The ε spent so far at the plan's δ, every run in the ledger on this dataset included."""
+        if not self._has_guarantee:
+            return math.inf if self._ledger.num_intents else 0.0
+        return self._ledger.epsilon(self._setting.plan.delta)
+
+    @property
+    def _has_guarantee(self) -> bool:
+        return self._setting.method.has_guarantee and self._setting.noise.has_guarantee
+
+    # -- resuming and leaving ------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that a resumed run needs besides the model's own state and randomness."""
+        return {
+            "version": 1,
+            "method": repr(self._setting.method),
+            "seed": self._setting.seed,
+            "step": self._step,
+            "optimizer": self.optimizer.state_dict(),
+            "strategy": self._strategy.state_dict(),
+            "ledger": self._ledger.head,
+        }
+
+    def close(self) -> None:
+        """Give the model back as it was, with its new weights."""
+        if self._closed:
+            return
+        self._closed = True
+        self._taps.remove()
+        for parameter in self._frozen:
+            parameter.requires_grad_(True)
+        for parameter in self._thawed:
+            parameter.requires_grad_(False)
+        self._ledger.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # -- small parts ---------------------------------------------------------------------------------------------------
+
+    def _targets(self) -> dict[str, Weight]:
+        return {
+            name: Weight(name=name, shape=tuple(parameter.shape), compression=self._sketches[name])
+            for name, parameter in self._parameters.items()
+        }
+
+    def _block_shapes(self) -> dict[str, tuple[int, ...]]:
+        return _blocks(self._sketches)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise PrivacyBoundaryError("this Private object is closed, so its model trains without privacy. Call privatize again to go on.")
+
+    def _check_reached(self) -> None:
+        missing = [name for name in self._parameters if name not in self._collector.reached]
+        if self._seen_examples and missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ConfigError(
+                f"'{missing[0]}'{more} is trainable, but no backward pass has reached it. It would receive noise and no signal. "
+                "Use it in the loss, or freeze it: requires_grad_(False), or trainable= without it."
+            )
+
+
+def _blocks(sketches: Mapping[str, Sketch]) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for sketch in sketches.values():
+        shapes.update(sketch.blocks)
+    return shapes
+
+
+def _one_device(parameters: Mapping[str, nn.Parameter]) -> torch.device:
+    devices = {parameter.device: name for name, parameter in parameters.items()}
+    if len(devices) > 1:
+        raise ConfigError(f"the trainable parameters lie on {sorted(map(str, devices))}. One process trains on one device. Move the model to one of them.")
+    return next(iter(devices))
+
+
+def _check_losses(losses: object, device: torch.device) -> None:
+    if not isinstance(losses, Tensor):
+        raise ShapeError(f"losses is a {type(losses).__name__}. backward needs a tensor with one loss per example. Use reduction='none'.")
+    if losses.dim() != 1:
+        raise ShapeError(
+            f"losses has shape {tuple(losses.shape)}. backward needs shape (B,), one loss per example, because each example is clipped on its own. "
+            "Use reduction='none', and average over an example's own tokens, never over the batch."
+        )
+    if len(losses) and not losses.requires_grad:
+        raise ShapeError(
+            "losses does not depend on any trainable parameter. "
+            "It must come from a forward pass with gradients on. Leave no_grad, and do not detach the output."
+        )
+    if losses.device != device:
+        raise ShapeError(f"losses is on {losses.device}, and the model on {device}. Both must be on one device. Move the batch with .to('{device}').")

@@ -1,0 +1,8 @@
+"""The bar between private and public: clip, sum, noise. One release a step, one place where noise is added."""
+
+from lowkey.release.clip import ClippedSum
+from lowkey.release.gaussian import release_gaussian
+from lowkey.release.noise import NoiseSource, SeededNoise, SystemNoise
+from lowkey.release.secure import SecureNoise
+
+__all__ = ["ClippedSum", "NoiseSource", "SecureNoise", "SeededNoise", "SystemNoise", "release_gaussian"]

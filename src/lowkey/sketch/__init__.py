@@ -1,0 +1,7 @@
+"""Linear maps of each parameter's gradient, fixed before the batch, that prove where their basis comes from."""
+
+from lowkey.sketch.identity import Identity
+from lowkey.sketch.random import Distribution, OneSided, draw_basis
+from lowkey.sketch.sketch import Sketch
+
+__all__ = ["Distribution", "Identity", "OneSided", "Sketch", "draw_basis"]

@@ -1,0 +1,140 @@
+"""Random sketches of one side of a matrix, redrawn from a seed.
+
+    Axes: B examples, R rows and C columns of the parameter seen as a matrix, K kept columns of the basis
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lowkey.boundary import Blocks, Provenance
+from lowkey.factors import Axis, Dense, Outer
+from lowkey.sketch.sketch import Subspace
+
+
+class Distribution(Enum):
+    """How the entries of a random basis are drawn; in each case `E[basis basis^T] = I`."""
+
+    GAUSSIAN = "gaussian"
+    RADEMACHER = "rademacher"
+    STIEFEL = "stiefel"
+
+
+def draw_basis(distribution: Distribution, width: int, rank: int, key: tuple[object, ...]) -> Float[Tensor, "W K"]:
+    """Draw a `width x rank` basis that is a function of `key` alone.
+
+    Args:
+        distribution: How to draw; a Stiefel basis has orthogonal columns of length `sqrt(width / rank)`.
+        width: The size of the axis to reduce.
+        rank: How many columns to keep.
+        key: Public facts that name the draw, a seed among them.
+
+    Guarantee:
+        Independent of every batch and of every noise key: the seed is public and of this module only.
+    """
+    # PRIVACY: the projection's key never comes from, and never becomes, a noise key; sharing one would make the noise a multiple of the basis.
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=16, person=b"lowkey-basis").digest()
+    generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+    if distribution is Distribution.RADEMACHER:
+        return torch.from_numpy(generator.integers(0, 2, (width, rank)).astype(np.float64) * 2 - 1) / rank**0.5
+    normal = torch.from_numpy(generator.standard_normal((width, rank)))
+    if distribution is Distribution.GAUSSIAN:
+        return normal / rank**0.5
+    columns, triangle = torch.linalg.qr(normal)
+    return columns * triangle.diagonal().sign() * (width / rank) ** 0.5
+
+
+@dataclass(frozen=True, eq=False)
+class OneSided:
+    """Multiply one axis of a matrix gradient by a basis.
+
+    Fields:
+        name: The parameter.
+        shape: Its shape.
+        axis: The axis that is reduced, of the parameter seen as a matrix.
+        matrix: The basis, one row per entry of that axis.
+        provenance: Where the basis comes from.
+
+    Guarantee:
+        Linear and fixed, so clipping after it bounds the sensitivity whatever the basis is.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    axis: Axis
+    matrix: Float[Tensor, "W K"]
+    provenance: Provenance
+
+    @property
+    def is_identity(self) -> bool:
+        return False
+
+    @property
+    def proxy_shape(self) -> tuple[int, ...]:
+        rows, rank = self.shape[0], self.matrix.shape[1]
+        return (rows, rank) if self.axis is Axis.COLS else (rank, *self.shape[1:])
+
+    @property
+    def blocks(self) -> Mapping[str, tuple[int, ...]]:
+        return {self.name: self.proxy_shape}
+
+    def basis(self, axis: Axis) -> Tensor | None:
+        """Return the basis for an input along the reduced axis."""
+        return self.matrix if axis is self.axis else None
+
+    def compress(self, outer: Outer, kept: Axis | None) -> Mapping[str, Outer]:
+        """Reduce one side of an outer product."""
+        rows, cols = outer.rows, outer.cols
+        if kept is not self.axis:
+            matrix = self.matrix.to(_dtype(rows, cols))
+            rows, cols = (rows, cols @ matrix) if self.axis is Axis.COLS else (rows @ matrix, cols)
+        return {self.name: Outer(rows, cols, self.proxy_shape)}
+
+    def compress_dense(self, gradients: Tensor) -> Mapping[str, Dense]:
+        """Reduce per-example gradients."""
+        matrix = self.matrix.to(gradients.dtype)
+        flat = gradients.flatten(2)
+        reduced = flat @ matrix if self.axis is Axis.COLS else matrix.T @ flat
+        return {self.name: Dense(reduced.reshape(-1, *self.proxy_shape))}
+
+    def decode(self, blocks: Blocks) -> Tensor:
+        """Apply the adjoint, which is unbiased because `E[basis basis^T] = I`."""
+        coordinates = blocks[self.name]
+        weight = coordinates.new_zeros(self.shape)
+        self.add_decoded(weight, coordinates)
+        return weight
+
+    def encode(self, weight: Tensor) -> Tensor:
+        """Apply the sketch to a tensor of the parameter's shape."""
+        return self.compress_dense(weight[None])[self.name].value[0]
+
+    def add_decoded(self, weight: Tensor, coordinates: Tensor) -> None:
+        """Add `coordinates basis^T` (or `basis coordinates`) to `weight`."""
+        matrix = self.matrix.to(weight.dtype)
+        flat, step = weight.view(weight.shape[0], -1), coordinates.reshape(coordinates.shape[0], -1).to(weight.dtype)
+        flat.addmm_(*((step, matrix.T) if self.axis is Axis.COLS else (matrix, step)))
+
+    def rotation_to(self, later: Subspace) -> Tensor | None:
+        """Return `basis^T later_basis`."""
+        if not isinstance(later, OneSided) or later.axis is not self.axis:
+            return None
+        return self.matrix.T @ later.matrix
+
+    def rotate(self, coordinates: Tensor, rotation: Tensor) -> Tensor:
+        """Apply a rotation along the kept axis."""
+        rotation = rotation.to(coordinates.dtype)
+        if self.axis is Axis.COLS:
+            return coordinates @ rotation
+        return (rotation.T @ coordinates.flatten(1)).reshape(coordinates.shape)
+
+
+def _dtype(*sides: object) -> torch.dtype:
+    return next(side.dtype for side in sides if isinstance(side, Tensor))
