@@ -3,13 +3,15 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
-PYTHON ?= $(shell for candidate in python3.11 python3; do $$candidate -c '' 2>/dev/null && echo $$candidate && break; done)
+PYTHON ?= $(shell for candidate in python3.11 python3 python; do \
+	$$candidate -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$candidate && break; done)
 BIN := .venv/bin
 STAMP := .venv/.lowkey-installed
 ARGS ?=
+WORKERS ?= 2
 
 # One thread for each of the test processes: small tensors gain nothing from more, and two pools on two cores fight.
-TEST_ENV := OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-$${CI:+ci}}
+TEST_ENV := OMP_NUM_THREADS=1
 
 .PHONY: help setup demo test slow coverage lint format bench docs clean
 
@@ -19,6 +21,7 @@ help:
 setup: $(STAMP)
 
 $(STAMP): requirements.lock pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed. Install it, or name it with make PYTHON=..." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
@@ -28,13 +31,13 @@ demo: $(STAMP)
 	$(BIN)/python -m lowkey.cli demo $(ARGS)
 
 test: $(STAMP)
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 slow: $(STAMP)
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m slow $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m slow $(ARGS)
 
 coverage: $(STAMP)
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --cov --cov-report=term-missing $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --cov --cov-report=term-missing $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -73,6 +73,17 @@ def test_importing_lowkey_pulls_in_no_extra() -> None:
     assert done.stdout.strip() == ""
 
 
+def seconds_to_import(module: str) -> float:
+    code = f"import time; start = time.process_time(); import {module}; print(time.process_time() - start)"
+    runs = [subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout for _ in range(3)]
+    return min(float(run) for run in runs)
+
+
+@pytest.mark.slow
+def test_importing_lowkey_adds_less_than_a_second_to_torch() -> None:
+    assert seconds_to_import("lowkey") < seconds_to_import("torch") + 1.0
+
+
 BARE_ACCOUNT = """
 import sys, types
 package = types.ModuleType("lowkey")
