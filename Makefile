@@ -52,7 +52,7 @@ lint: $(STAMP)
 	$(BIN)/pyright
 
 format: $(STAMP)
-	$(BIN)/ruff check --fix .
+	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 	$(BIN)/python scripts/collect_privacy_lines.py
 
