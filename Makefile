@@ -16,7 +16,7 @@ TEST_ENV := OMP_NUM_THREADS=1
 # What the privacy argument rests on is covered line by line, branch by branch.
 PROOF := src/lowkey/boundary.py,src/lowkey/release/*,src/lowkey/account/*,src/lowkey/sample/*
 
-.PHONY: help setup demo test slow coverage lint format bench docs clean
+.PHONY: help setup demo test slow coverage lint lint-style lint-imports lint-types format bench docs clean
 
 help:
 	@echo "make demo | test | slow | coverage | lint | format | bench | docs | clean"
@@ -45,10 +45,16 @@ coverage: $(STAMP)
 	$(BIN)/coverage report --fail-under=95 > /dev/null || { echo "Branch coverage is below 95 %." >&2; exit 1; }
 	$(BIN)/coverage report --include='$(PROOF)' --fail-under=100 > /dev/null || { echo "The folders that the proof rests on are not fully covered." >&2; exit 1; }
 
-lint: $(STAMP)
+lint: lint-style lint-imports lint-types
+
+lint-style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+lint-imports: $(STAMP)
 	$(BIN)/lint-imports
+
+lint-types: $(STAMP)
 	$(BIN)/pyright
 
 format: $(STAMP)

@@ -24,7 +24,8 @@ def method_names() -> list[str]:
 def test_the_privacy_argument_shows_the_lines_of_the_source() -> None:
     script = ROOT / "scripts" / "collect_privacy_lines.py"
     shown = (DOCS / "explain" / "privacy-argument.md").read_text(encoding="utf-8")
-    assert shown == runpy.run_path(str(script))["page"](), f"the page is out of date: run python {script.relative_to(ROOT)}"
+    is_current = shown == runpy.run_path(str(script))["page"]()
+    assert is_current, f"the page is out of date: run python {script.relative_to(ROOT)}"
 
 
 @pytest.mark.parametrize("name", method_names())
