@@ -16,10 +16,10 @@ TEST_ENV := OMP_NUM_THREADS=1
 # What the privacy argument rests on is covered line by line, branch by branch.
 PROOF := src/lowkey/boundary.py,src/lowkey/release/*,src/lowkey/account/*,src/lowkey/sample/*
 
-.PHONY: help setup demo test slow coverage lint lint-style lint-imports lint-types format bench docs clean
+.PHONY: help setup demo test slow coverage lint lint-style lint-imports lint-types format bench docs clean distclean
 
 help:
-	@echo "make demo | test | slow | coverage | lint | format | bench | docs | clean"
+	@echo "make demo | test | slow | coverage | lint | format | bench | docs | clean | distclean"
 
 setup: $(STAMP)
 
@@ -31,7 +31,7 @@ $(STAMP): requirements.lock pyproject.toml
 	touch $@
 
 demo: $(STAMP)
-	$(BIN)/python -m lowkey.cli demo $(ARGS)
+	$(BIN)/lowkey demo $(ARGS)
 
 test: $(STAMP)
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
@@ -71,5 +71,8 @@ docs: $(STAMP)
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going -b html docs docs/_build/html
 
 clean:
-	rm -rf .venv build dist docs/_build .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage .coverage.*
+	rm -rf build dist docs/_build .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage .coverage.*
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv
