@@ -5,6 +5,7 @@ The whole sentence is said here once: `backward` is sample → factors → sketc
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Mapping
@@ -15,7 +16,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from lowkey.account import Ledger, Plan, RunHeader, Statement, open_ledger
+from lowkey.account import NoiseOrigin, Plan, Statement
+from lowkey.account.header import Head, RunHeader
+from lowkey.account.ledger import Ledger, open_ledger
 from lowkey.boundary import PerExample
 from lowkey.errors import ConfigError, PrivacyBoundaryError, ShapeError, UnsupportedLayerError
 from lowkey.execution import CheckIsolation, Execution
@@ -37,7 +40,8 @@ from lowkey.methods import Method
 from lowkey.methods.method import Start
 from lowkey.optim import OptimizerFactory, Slots
 from lowkey.optim.slots import GroupOptions
-from lowkey.release import ClippedSum, NoiseSource, SystemNoise, release_gaussian
+from lowkey.release import ClippedSum, NoiseSource, SecureNoise, SystemNoise, release_gaussian
+from lowkey.sample import num_drawn, num_seeded
 from lowkey.sketch import Sketch
 
 
@@ -155,6 +159,21 @@ class Setting:
                 raise ConfigError(f"{name}={value!r} is not a {name}. Pass an instance, as method=lk.DPSGD(), noise=lk.SystemNoise(), plan=lk.calibrate(...).")
 
     @property
+    def header(self) -> RunHeader:
+        """The public facts that the ledger writes down."""
+        # PRIVACY: a method that adds no noise is charged as such, whatever the plan hoped for.
+        plan = dataclasses.replace(self.plan, noise_multiplier=self.noise_multiplier)
+        clip_norm = self.bound if math.isfinite(self.bound) else None
+        return RunHeader(plan=plan, dataset=self.dataset, clip_norm=clip_norm, method=repr(self.method), noise_source=self.noise_origin)
+
+    @property
+    def noise_origin(self) -> NoiseOrigin:
+        """What the statement says of the noise."""
+        if not self.noise.has_guarantee:
+            return NoiseOrigin.SEEDED
+        return NoiseOrigin.SECURE if isinstance(self.noise, SecureNoise) else NoiseOrigin.SYSTEM
+
+    @property
     def bound(self) -> float:
         """The clip norm that holds; a method without a guarantee does not clip."""
         return float(self.clip_norm) if self.method.has_guarantee else math.inf
@@ -178,9 +197,8 @@ class Private:
         self._model = model
         self._parameters = select(model, setting.trainable)
         self._device = _one_device(self._parameters)
-        specs = describe(model, self._parameters)
-        start = Start(specs=specs, weights=self._parameters, seed=setting.seed)
-        self._strategy = setting.method.start(start)
+        self._specs = describe(model, self._parameters)
+        self._strategy = setting.method.start(self._start())
         self._sketches = self._strategy.sketches(1)
         self._weights = self._targets()
         self._collector = Collector(self._weights, self._parameters)
@@ -190,8 +208,8 @@ class Private:
         self._sum = ClippedSum(self._block_shapes(), setting.bound, dtype, self._device)
         subspaces = self._strategy.subspaces(self._sketches)
         self._slots = Slots(self._parameters, self._sketches, subspaces, optimizer, setting.groups)
-        self._ledger: Ledger = open_ledger(setting.ledger, self._header())
-        self._step = 0
+        self._ledger: Ledger = open_ledger(setting.ledger, setting.header)
+        self._step = self._resumed_at = 0
         self._is_isolated = setting.execution.check_isolation is CheckIsolation.NEVER
         self._seen_examples = False
         self._closed = False
@@ -281,10 +299,13 @@ class Private:
     def _renew_sketches(self) -> None:
         # PRIVACY: the next step's bases are fixed here, from releases and public randomness, before its batch is seen.
         later = self._strategy.sketches(self._step + 1)
-        if all(later[name] is sketch for name, sketch in self._sketches.items()):
-            return
-        self._sketches = later
-        self._slots.refresh(later, self._strategy.subspaces(later), self._strategy.on_refresh)
+        if any(later[name] is not sketch for name, sketch in self._sketches.items()):
+            self._adopt(later)
+
+    def _adopt(self, sketches: Mapping[str, Sketch]) -> None:
+        """Go on in other coordinates."""
+        self._sketches = sketches
+        self._slots.refresh(sketches, self._strategy.subspaces(sketches), self._strategy.on_refresh)
         self._sum.set_shapes(self._block_shapes())
         self._weights = self._targets()
         self._capture.use(self._weights)
@@ -302,13 +323,38 @@ class Private:
     @property
     def epsilon(self) -> float:
         """The ε spent so far at the plan's δ, every run in the ledger on this dataset included."""
-        if not self._has_guarantee:
-            return math.inf if self._ledger.num_intents else 0.0
         return self._ledger.epsilon(self._setting.plan.delta)
 
-    @property
-    def _has_guarantee(self) -> bool:
-        return self._setting.method.has_guarantee and self._setting.noise.has_guarantee
+    def statement(self) -> Statement:
+        """Return what may be said about the privacy of the weights, with everything that the number needs beside it."""
+        setting = self._setting
+        header, bound = setting.header, self._ledger.bound(setting.plan.delta)
+        statement = dataclasses.replace(
+            header.plan.statement(),
+            epsilon=bound.epsilon,
+            accountant=bound.accountant,
+            num_steps=self._ledger.num_intents,
+            clip_norm=header.clip_norm,
+            method=header.method,
+            noise_source=header.noise_source,
+        )
+        if not setting.method.has_guarantee:
+            return statement.without_guarantee(f"{setting.method!r} neither clips nor adds noise; the plan's noise does not apply.")
+        for caveat in self._caveats():
+            statement = statement.with_caveat(caveat)
+        return statement
+
+    def _caveats(self) -> list[str]:
+        plan, made = self._setting.plan, self._ledger.num_intents
+        caveats: list[str] = []
+        earlier = sum(steps for _, _, steps in self._ledger.history()) - made
+        if earlier:
+            caveats.append(f"The bound includes {earlier} releases of other runs on the dataset '{self._setting.dataset}' in the same ledger.")
+        if num_drawn(plan) < self._step - self._resumed_at:
+            caveats.append("The batches were not drawn by lowkey from this plan; that they follow its sampler is the caller's word.")
+        if num_seeded(plan):
+            caveats.append("The sampler was seeded; amplification by sampling holds only against those who do not know the seed.")
+        return caveats
 
     # -- resuming and leaving ------------------------------------------------------------------------------------------
 
@@ -321,8 +367,37 @@ class Private:
             "step": self._step,
             "optimizer": self.optimizer.state_dict(),
             "strategy": self._strategy.state_dict(),
-            "ledger": self._ledger.head,
+            "ledger": dataclasses.asdict(self._ledger.head),
         }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint; load the model's own state first.
+
+        Raises:
+            ConfigError: The checkpoint is another method's.
+            LedgerError: The ledger is not the checkpoint's, or has lost releases since.
+
+        Guarantee:
+            Releases that were charged after the checkpoint stay charged.
+        """
+        self._check_open()
+        if self._ledger.num_intents:
+            raise ConfigError(f"this run has made {self._ledger.num_intents} steps already. A checkpoint is loaded before the first step. Call privatize again.")
+        if state.get("version") != 1 or state.get("method") != repr(self._setting.method):
+            raise ConfigError(
+                f"the checkpoint is of {state.get('method')} (format {state.get('version')}), and this run of {self._setting.method!r}. "
+                "A run goes on with the method that it began with. Pass the same method to privatize."
+            )
+        head = Head(**state["ledger"])
+        self._ledger.close()
+        self._ledger = open_ledger(self._setting.ledger, self._setting.header, resume=head)
+        self._setting = dataclasses.replace(self._setting, seed=state["seed"])
+        self._strategy = self._setting.method.start(self._start())
+        self._strategy.load_state_dict(state["strategy"])
+        self._step = self._resumed_at = state["step"]
+        self._sum.take()
+        self._adopt(self._strategy.sketches(self._step + 1))
+        self.optimizer.load_state_dict(state["optimizer"])
 
     def close(self) -> None:
         """Give the model back as it was, with its new weights."""
@@ -343,6 +418,9 @@ class Private:
         self.close()
 
     # -- small parts ---------------------------------------------------------------------------------------------------
+
+    def _start(self) -> Start:
+        return Start(specs=self._specs, weights=self._parameters, seed=self._setting.seed)
 
     def _targets(self) -> dict[str, Weight]:
         return {

@@ -1,0 +1,61 @@
+"""Train neural networks on private records, in the small space where their gradients live.
+
+    plan = lk.calibrate(epsilon=8.0, delta=1e-5, num_examples=50_000, expected_batch_size=1_000, num_steps=3_000)
+    private = lk.privatize(model, optimizer, method=lk.Grape(rank=16), plan=plan, clip_norm=1.0)
+    private.backward(losses)    # one loss per example, as often as memory asks for
+    private.step()              # the one release, then the optimizer
+"""
+
+from lowkey import nonprivate
+from lowkey.account import Plan, Poisson, Statement, TruncatedPoisson, Unsampled, epsilon
+from lowkey.account.calibrate import calibrate
+from lowkey.boundary import Provenance, Public, Released
+from lowkey.errors import BudgetError, ConfigError, LedgerError, LowkeyError, PrivacyBoundaryError, ShapeError, UnsupportedLayerError
+from lowkey.execution import CheckIsolation, Execution
+from lowkey.methods import DPSGD, Grape, Side
+from lowkey.optim import OnRefresh
+from lowkey.privatize import Private, StepReport, privatize
+from lowkey.release import SecureNoise, SeededNoise, SystemNoise
+from lowkey.sample import check_loader, poisson_batches, split, unsampled_batches
+from lowkey.sketch import Distribution
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DPSGD",
+    "BudgetError",
+    "CheckIsolation",
+    "ConfigError",
+    "Distribution",
+    "Execution",
+    "Grape",
+    "LedgerError",
+    "LowkeyError",
+    "OnRefresh",
+    "Plan",
+    "Poisson",
+    "Private",
+    "PrivacyBoundaryError",
+    "Provenance",
+    "Public",
+    "Released",
+    "SecureNoise",
+    "SeededNoise",
+    "ShapeError",
+    "Side",
+    "Statement",
+    "StepReport",
+    "SystemNoise",
+    "TruncatedPoisson",
+    "Unsampled",
+    "UnsupportedLayerError",
+    "__version__",
+    "calibrate",
+    "check_loader",
+    "epsilon",
+    "nonprivate",
+    "poisson_batches",
+    "privatize",
+    "split",
+    "unsampled_batches",
+]
