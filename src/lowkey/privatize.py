@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import torch
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from lowkey.account import NoiseOrigin, Plan, Statement
 from lowkey.account.header import Head, RunHeader
-from lowkey.account.ledger import Ledger, open_ledger
-from lowkey.boundary import PerExample
+from lowkey.account.ledger import History, Ledger, open_ledger
+from lowkey.boundary import PerExample, Released
 from lowkey.errors import ConfigError, PrivacyBoundaryError, ShapeError, UnsupportedLayerError
 from lowkey.execution import CheckIsolation, Execution
 from lowkey.factors import (
@@ -213,6 +213,7 @@ class Private:
         self._is_isolated = setting.execution.check_isolation is CheckIsolation.NEVER
         self._seen_examples = False
         self._closed = False
+        self._observers: list[Callable[[Released], None]] = []
         self._frozen = [p for name, p in model.named_parameters() if p.requires_grad and name not in self._parameters]
         for parameter in self._frozen:
             parameter.requires_grad_(False)
@@ -290,11 +291,35 @@ class Private:
         sensitive = self._sum.take()
         plan = self._setting.plan
         released = release_gaussian(sensitive, self._setting.noise_multiplier, plan.expected_batch_size, self._setting.noise, number)
+        for observer in self._observers:
+            observer(released)
         self._slots.step(self._strategy.refine(released))
         self._step += 1
         self._renew_sketches()
         self._ledger.commit(number)
         return StepReport(step=self._step, noise_std=released.noise_std, num_steps_left=plan.num_steps - self._ledger.num_intents)
+
+    def on_release(self, observer: Callable[[Released], None]) -> None:
+        """Call `observer` with every release from now on, before the optimizer sees it.
+
+        A release is public, and its tensors are reused afterwards: copy what is to be kept, and write into none of them.
+        """
+        self._observers.append(observer)
+
+    @property
+    def model(self) -> nn.Module:
+        """The module under training."""
+        return self._model
+
+    @property
+    def sketches(self) -> Mapping[str, Sketch]:
+        """The sketch of each trainable parameter in the step under way: fixed before its batch, and public."""
+        return MappingProxyType(dict(self._sketches))
+
+    @property
+    def history(self) -> History:
+        """What the ledger has charged, as `(sampling_rate, noise_multiplier, num_steps)` of each run on this dataset, this one last."""
+        return self._ledger.history()
 
     def _renew_sketches(self) -> None:
         # PRIVACY: the next step's bases are fixed here, from releases and public randomness, before its batch is seen.
