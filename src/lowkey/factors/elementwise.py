@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lowkey.errors import ShapeError
 from lowkey.factors.capture import Capture, Recipe, Site
 from lowkey.factors.fallback import by_example
 from lowkey.factors.registry import RULES, Call, rule
@@ -36,7 +37,7 @@ class _Copies(torch.autograd.Function):
 
 
 class _OwnRow(torch.autograd.Function):
-    """A weight that stands in every row of the batch already: row b's gradient is example b's."""
+    """A weight whose row b meets row b of the batch and no other: example b's gradient is zero in all other rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, anchor: Tensor, site: Site) -> Tensor:
@@ -46,7 +47,10 @@ class _OwnRow(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, backprops: Tensor) -> tuple[None, ...]:  # type: ignore[override] # reason: torch types it with *args
-        ctx.site.record_dense(backprops)
+        rows = backprops.shape[0]
+        gradients = backprops.new_zeros(rows, *backprops.shape)
+        gradients[range(rows), range(rows)] = backprops
+        ctx.site.record_dense(gradients)
         return None, None, None
 
 
@@ -64,7 +68,23 @@ def per_example(capture: Capture, weight: Tensor, num_rows: int, num_dims: int) 
         return _Copies.apply(weight.detach(), capture.anchor, num_rows, num_dims, site)  # type: ignore[no-any-return] # reason: torch leaves apply untyped
     if weight.shape[0] != num_rows:
         return None
-    return by_row(capture, weight)
+    rows = by_row(capture, weight)
+    return _OwnRow.apply(weight.detach(), capture.anchor, site) if rows is None else rows  # type: ignore[no-any-return] # reason: as above
+
+
+def as_data(capture: Capture, tensor: Tensor, num_rows: int) -> Tensor:
+    """Return `tensor`, whose rows are the examples', as data, also where it was computed from weights or constants alone."""
+    if not capture.is_weight(tensor):
+        return tensor.view_as(tensor)
+    rows = per_example(capture, tensor, num_rows, tensor.dim())
+    if rows is None:
+        site = capture.site(tensor)
+        label = "a weight" if site is None else repr(site.label)
+        raise ShapeError(
+            f"an input computed from {label} has shape {tuple(tensor.shape)} in a batch of {num_rows}. "
+            "It must have one row per example. Expand it to the batch first."
+        )
+    return rows
 
 
 def by_row(capture: Capture, weight: Tensor) -> Tensor | None:
@@ -72,12 +92,19 @@ def by_row(capture: Capture, weight: Tensor) -> Tensor | None:
     recipe = capture.recipe(weight)
     if recipe is None:
         return None
+    inner = capture.recipe(recipe.args[0]) if recipe.function is Tensor.transpose else None
+    if inner is not None and inner.function is Tensor.transpose and set(inner.args[1:]) == set(recipe.args[1:]):
+        return per_example(capture, inner.args[0], weight.shape[0], weight.dim())
     if recipe.function in (Tensor.expand, Tensor.expand_as, Tensor.repeat, torch.broadcast_to, Tensor.broadcast_to):
         return _expand_by_row(capture, weight, recipe)
     handler = RULES.get(recipe.function)
-    if handler is not None and handler in ROW_REPLAYS:
+    if handler in ROW_REPLAYS and _has_rows(capture, recipe.args[0], weight.shape[0]):
         return handler(Call(capture, recipe.function, recipe.args, recipe.kwargs))  # type: ignore[no-any-return] # reason: rules return what the operation would
     return _redo(capture, weight, recipe)
+
+
+def _has_rows(capture: Capture, inputs: Any, num_rows: int) -> bool:
+    return isinstance(inputs, Tensor) and not capture.is_weight(inputs) and inputs.dim() > 0 and inputs.shape[0] == num_rows
 
 
 ROW_REPLAYS: set[Any] = set()

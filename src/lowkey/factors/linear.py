@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from lowkey.factors.capture import Site
 from lowkey.factors.collector import Axis
-from lowkey.factors.elementwise import sum_positions
+from lowkey.factors.elementwise import ROW_REPLAYS, sum_positions
 from lowkey.factors.fallback import by_example
 from lowkey.factors.registry import Call, rule
 
@@ -47,9 +47,12 @@ class _Product(torch.autograd.Function):
 def linear(call: Call) -> Tensor:
     """`F.linear(input, weight, bias=None)`."""
     inputs, weight, bias = _bind_linear(*call.args, **call.kwargs)
-    if not call.capture.is_data(inputs):
+    if call.capture.is_weight(inputs) or not (call.capture.is_weight(weight) or call.capture.is_weight(bias)):
         return by_example(call)
     return _apply(call, inputs, weight, bias)
+
+
+ROW_REPLAYS.add(linear)
 
 
 def _bind_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:  # noqa: A002 - torch's name
