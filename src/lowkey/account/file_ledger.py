@@ -13,8 +13,8 @@ from lowkey.account.events import Event
 from lowkey.account.header import Head, RunHeader, check_same_run, header_to_json
 from lowkey.account.ledger import History, check_budget, history_entry, require_step
 from lowkey.account.log_file import LogFile
-from lowkey.account.records import FIRST_BODY, Scan, encode, scan
-from lowkey.account.runs import Run, fold, last_writer
+from lowkey.account.records import FIRST_BODY, Scan, encode, intent_body, scan
+from lowkey.account.runs import Run, fold, last_writer, torn_count
 from lowkey.errors import LedgerError
 
 
@@ -124,13 +124,12 @@ class FileLedger:
             self._append(FIRST_BODY, at_least=0)
         elif found.torn and runs:
             index = last_writer(found)
-            body = {"kind": "torn", "run": index, "count": runs[index].reserve, "num_bytes": len(found.torn)}
+            body = {"kind": "torn", "run": index, "count": torn_count(runs[index], len(found.torn)), "num_bytes": len(found.torn)}
             # PRIVACY: written over the broken end and never shorter, so that dying halfway leaves a broken end that is charged again.
             self._append(body, at_least=len(found.torn))
 
     def _charge(self, count: int) -> None:
-        first = self._num_intents + 1
-        body = {"kind": "intent", "run": self._index, "step": first, "count": count, "committed": self._num_committed}
+        body = intent_body(run=self._index, step=self._num_intents + 1, count=count, committed=self._num_committed)
         # PRIVACY: the charge is durable before its number is handed out, so before anything private is drawn for the step.
         self._append(body, num_charged=self._num_intents + count)
 

@@ -13,8 +13,6 @@ from enum import Enum
 from typing import cast
 
 import numpy as np
-from scipy.optimize import brentq
-from scipy.special import log_ndtr
 
 from lowkey.account.checks import require_delta
 from lowkey.account.events import Mechanism, from_history, merge
@@ -85,6 +83,9 @@ def _limit_variance(mechanism: Mechanism) -> float:
 def _gaussian_dp_epsilon(mean: float, delta: float) -> float:
     if mean == 0.0 or math.isinf(mean):
         return mean
+
+    from scipy.optimize import brentq  # heavy: only when a table is reproduced
+    from scipy.special import log_ndtr
 
     def excess(epsilon: float) -> float:
         first = math.exp(float(log_ndtr(mean / 2.0 - epsilon / mean)))

@@ -79,8 +79,15 @@ def encode(body: Mapping[str, Any], previous: str, *, at_least: int = 0) -> tupl
     return line, chain
 
 
+def intent_body(*, run: int, step: int, count: int, committed: int) -> dict[str, Any]:
+    """Say that run ``run`` is charged for ``count`` releases from ``step`` on."""
+    return {"kind": "intent", "run": run, "step": step, "count": count, "committed": committed}
+
+
 FIRST_BODY: Mapping[str, Any] = {"kind": "ledger", "format": "lowkey", "version": 1}
 FIRST_LINE, FIRST_CHAIN = encode(FIRST_BODY, ROOT)
+SHORTEST_INTENT = len(encode(intent_body(run=0, step=1, count=1, committed=0), ROOT)[0])
+"""No record that charges a release is shorter than this many bytes."""
 
 
 def scan(data: bytes, path: str) -> Scan:

@@ -17,7 +17,6 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import gammaln
 
 from lowkey.account.events import Counts, Mechanism
 
@@ -92,7 +91,8 @@ def _log_moment(rate: float, noise: float, order: float) -> float:
 def _log_excess_whole(rate: float, noise: float, order: int) -> float:
     """Return ``log(A - 1)`` from the finite sum over ``k``."""
     k = np.arange(2, order + 1, dtype=np.float64)
-    log_choose = gammaln(order + 1) - gammaln(k + 1) - gammaln(order - k + 1)
+    log_factorials = _log_factorials(order)
+    log_choose = log_factorials[order] - log_factorials[2:] - log_factorials[order - 2 :: -1]
     log_weights = log_choose + k * math.log(rate) + (order - k) * math.log1p(-rate)
     return float(np.logaddexp.reduce(log_weights + _log_expm1((k * k - k) / noise / noise / 2.0)))
 
@@ -122,6 +122,11 @@ def _log_convex_gap(log_ratio: Vector, order: float) -> Vector:
         far = order * y + np.log1p(-order * np.exp((1.0 - order) * y) + (order - 1.0) * np.exp(-order * y))
         near_or_middle = np.log(np.where(np.abs(order * y) < 1e-2, series, middle))
     return np.where(order * y > 30.0, far, near_or_middle)
+
+
+@lru_cache(maxsize=128)
+def _log_factorials(largest: int) -> Vector:
+    return np.array([math.lgamma(k + 1.0) for k in range(largest + 1)])
 
 
 def _log_expm1(x: Vector) -> Vector:

@@ -11,7 +11,7 @@ from typing import Any
 from lowkey.account.epsilon import Bound, compose
 from lowkey.account.events import Event
 from lowkey.account.header import RunHeader, header_from_json
-from lowkey.account.records import Scan, scan
+from lowkey.account.records import SHORTEST_INTENT, Scan, scan
 from lowkey.account.statement import format_up
 from lowkey.errors import LedgerError
 
@@ -54,20 +54,31 @@ def fold(found: Scan, path: str) -> tuple[Run, ...]:
     for number, record in enumerate(found.records[1:], start=2):
         try:
             _apply(runs, record.body)
-        except (KeyError, TypeError, IndexError, ValueError) as error:
+        except (KeyError, TypeError, IndexError, ValueError, LedgerError) as error:
             raise LedgerError(
                 f"record {number} of {path} cannot follow the ones before it ({error}). "
                 "A ledger is only ever written by lowkey. Restore the file from a copy."
             ) from error
     if found.torn and runs:
         last = last_writer(found)
-        runs[last] = charge_torn(runs[last])
+        runs[last] = charge_torn(runs[last], len(found.torn))
     return tuple(runs)
 
 
-def charge_torn(run: Run) -> Run:
-    """Charge a run for a broken end: as many releases as its largest record could hold."""
-    return replace(run, num_intents=run.num_intents + run.reserve, num_torn=run.num_torn + run.reserve)
+def charge_torn(run: Run, num_bytes: int) -> Run:
+    """Charge a run for a broken end of ``num_bytes``: as many releases as its records could have charged in that space."""
+    count = torn_count(run, num_bytes)
+    return replace(run, num_intents=run.num_intents + count, num_torn=run.num_torn + count)
+
+
+def torn_count(run: Run, num_bytes: int) -> int:
+    """Return how many releases a broken end of ``num_bytes`` may hide.
+
+    Guarantee:
+        Never too few: the end holds at most this many whole intents, each of at most ``run.reserve`` releases. An intent that is itself
+        cut was not yet durable, or was made so by someone who cut the file; it counts as well.
+    """
+    return run.reserve * max(1, num_bytes // SHORTEST_INTENT)
 
 
 def last_writer(found: Scan) -> int:
@@ -97,8 +108,9 @@ def _advance(run: Run, kind: str, body: Mapping[str, Any]) -> Run:
             _require(count < run.reserve and count <= run.num_intents, "it returns more releases than were set aside")
             return replace(run, num_intents=run.num_intents - count, num_committed=_count(body["committed"]))
         case "torn":
-            _require(body["count"] == run.reserve, "it charges another number of releases than were set aside")
-            return charge_torn(run)
+            num_bytes = _count(body["num_bytes"])
+            _require(body["count"] == torn_count(run, num_bytes), "it charges another number of releases than its bytes could hide")
+            return charge_torn(run, num_bytes)
         case "resume":
             plan = replace(run.header.plan, num_steps=body["num_steps"])
             return replace(run, header=replace(run.header, plan=plan), reserve=_count(body["reserve"]))

@@ -13,7 +13,6 @@ from enum import Enum
 from typing import assert_never, cast
 
 import numpy as np
-from scipy.optimize import brentq
 
 from lowkey.account.checks import require_delta, require_number
 from lowkey.account.epsilon import Accountant, Bound
@@ -104,6 +103,8 @@ def _stop_probability(mean_trials: float, count: TrialCount) -> float:
     """Return the parameter gamma of the distribution with this mean."""
     if count is TrialCount.GEOMETRIC or mean_trials == 1.0:
         return 1.0 / mean_trials
+    from scipy.optimize import brentq  # heavy: only when a search is priced
+
     log_stop = cast(float, brentq(lambda x: (math.expm1(-x) / -x) - mean_trials, -700.0, -1e-12))
     return math.exp(log_stop) * (1.0 - 1e-9)
 
