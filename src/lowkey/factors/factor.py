@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 _CHUNK_ELEMENTS = 1 << 24
@@ -83,11 +83,11 @@ class Dense:
         return self.value.numel()
 
     def squared_norms(self) -> Float[Tensor, " B"]:
-        flat = widen(self.value).flatten(1)
+        flat = widen(self.value).reshape(self.value.shape[0], -1)
         return torch.linalg.vecdot(flat, flat)
 
     def add_sum(self, total: Tensor, weights: Float[Tensor, " B"]) -> None:
-        flat = widen(self.value).flatten(1)
+        flat = widen(self.value).reshape(self.value.shape[0], -1)
         total.view(-1).addmv_(flat.T, weights)
 
     def dense(self) -> Tensor:
@@ -236,7 +236,7 @@ def _diagonal_lengths(gram_rows: Tensor, gram_cols: Tensor) -> Float[Tensor, " B
     return (gram_rows.diagonal(dim1=1, dim2=2) * gram_cols.diagonal(dim1=1, dim2=2)).clamp_min(0.0).sqrt().sum(1)
 
 
-def _gram(left: Side, right: Side) -> Float[Tensor, "B S T"]:
+def _gram(left: Side, right: Side) -> Shaped[Tensor, "B S T"]:
     if isinstance(left, OneHot) and isinstance(right, OneHot):
         return left.index[:, :, None] == right.index[:, None, :]
     if isinstance(left, OneHot) and isinstance(right, Tensor):
