@@ -97,7 +97,7 @@ def test_epsilon_is_above_an_independent_lower_estimate(rate: float, noise: floa
         (1e-3, 0.6, 5000, 1e-5, 5e-5),
         (0.5, 0.6, 30, 1e-5, 5e-4),
         (1e-3, 10.0, 10, 1e-6, 1e-7),
-        (1e-4, 1.0, 10_000, 1e-7, 5e-6),
+        (1e-3, 1.0, 3000, 1e-6, 1e-5),
     ],
 )
 def test_epsilon_matches_a_fine_loss_distribution(rate: float, noise: float, steps: int, delta: float, spacing: float) -> None:
@@ -109,7 +109,15 @@ def test_epsilon_matches_a_fine_loss_distribution(rate: float, noise: float, ste
 
 
 @pytest.mark.parametrize(
-    ("steps", "delta"), [(1000, 1e-5), (1000, 1e-12), (100_000, 1e-10), (100_000, 1e-12), (1_000_000, 1e-9), (1_000_000, 1e-14)]
+    ("steps", "delta"),
+    [
+        (1000, 1e-5),
+        (1000, 1e-12),
+        (100_000, 1e-10),
+        (100_000, 1e-12),
+        pytest.param(1_000_000, 1e-9, marks=pytest.mark.slow),
+        (1_000_000, 1e-14),
+    ],
 )
 def test_rounding_in_long_compositions_never_lowers_epsilon(steps: int, delta: float) -> None:
     # Source: closed form of the Gaussian. A loss distribution without a rounding allowance is up to 8 % below it here.

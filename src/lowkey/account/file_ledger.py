@@ -87,11 +87,13 @@ class FileLedger:
 
     def close(self) -> None:
         with self._mutex:
-            unused = self._state.num_charged - self._num_intents
-            if self._log.is_usable:
-                body = {"kind": "close", "run": self._index, "unused": unused, "committed": self._num_committed}
-                self._append(body, num_charged=self._num_intents)
-            self._log.close()
+            try:
+                if self._log.is_usable:
+                    unused = self._state.num_charged - self._num_intents
+                    body = {"kind": "close", "run": self._index, "unused": unused, "committed": self._num_committed}
+                    self._append(body, num_charged=self._num_intents)
+            finally:
+                self._log.close()
 
     def _start(self, header: RunHeader, resume: Head | None) -> None:
         path = str(self._log.path)
