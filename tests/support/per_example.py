@@ -28,7 +28,7 @@ def looped(model: nn.Module, losses: Losses, batch: Batch) -> Gradients:
         (loss,) = losses(model, {key: value[b : b + 1] for key, value in batch.items()})
         rows.append(torch.autograd.grad(loss, list(named.values()), allow_unused=True))
     return {
-        name: torch.stack([torch.zeros_like(parameter) if row[i] is None else row[i] for row in rows])
+        name: torch.stack([torch.zeros_like(parameter) if row[i] is None else row[i].to_dense() for row in rows])
         for i, (name, parameter) in enumerate(named.items())
     }
 
@@ -85,7 +85,7 @@ def assert_caught(model: nn.Module, losses: Losses, batch: Batch, tolerance: flo
     """Demand that the capture and the loop agree on every example, every parameter and every output."""
     expected = looped(model, losses, batch)
     assert distance(caught(model, losses, batch), expected) < tolerance
-    squares = {name: value.flatten(1).square().sum(1) for name, value in expected.items()}
+    squares = {name: value.reshape(len(value), -1).square().sum(1) for name, value in expected.items()}
     for name, factor in Watched(model).factors(losses, batch).items():
         # The Gram norm adds a margin for rounding, so it is compared from both sides at the same tolerance.
         torch.testing.assert_close(

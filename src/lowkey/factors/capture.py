@@ -9,22 +9,23 @@ Every tensor has one of three roles:
 An operation on weights alone yields a weight; on constants alone, a constant.
 Where a weight meets data, a rule of the registry takes over.
 Anything unknown counts as data: a mistake that way leads to a refusal, never to a gradient given to the wrong example.
+A tensor that is written to takes the role of what is written; a constant stays one from pass to pass for as long as the model keeps it.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lowkey.errors import ConfigError, UnsupportedLayerError
+from lowkey.errors import UnsupportedLayerError
 from lowkey.factors.collector import Axis, Collector, Derived, Weight
 from lowkey.factors.factor import Side
 from lowkey.factors.registry import GUARDS, RULES, Call, Operation, anything
@@ -85,6 +86,24 @@ class Recipe:
     kwargs: Mapping[str, Any]
 
 
+Role = Alias | Recipe | bool | None
+"""How a tensor is a weight (`Alias`, `Recipe`), None for a constant, True for data."""
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The role of a tensor as of one version of its contents.
+
+    A constant is held weakly, so that its entry lasts as long as the tensor does; a weight is held until the pass is over.
+    """
+
+    tensor: weakref.ref[Tensor] | Tensor
+    version: int
+    role: Alias | Recipe | None
+    may_grow: bool
+    """Whether weights may be written into this constant later on; not where autograd was off, as inside a custom function."""
+
+
 _SAME = {
     Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type, Tensor.type_as,
     Tensor.contiguous, Tensor.clone, torch.clone,
@@ -108,20 +127,36 @@ class Capture(TorchFunctionMode):
         self._parameters = dict(parameters)  # holds the tensors, so that their ids stay theirs
         self._weights = {id(parameters[name]): weight for name, weight in weights.items()}
         self._constants: dict[int, tuple[str, Tensor]] = {}
-        self._known: dict[int, tuple[Tensor, Alias | Recipe | None]] = {}
+        self._storages: dict[int, str] | None = None
+        self._known: dict[int, _Known] = {}
         self._local = threading.local()
 
     # -- roles ---------------------------------------------------------------------------------------------------------
 
-    def role(self, tensor: Tensor) -> Alias | Recipe | None | bool:
+    def role(self, tensor: Tensor) -> Role:
         """Return how `tensor` is a weight (`Alias`, `Recipe`), None for a constant, True for data."""
-        weight = self._weights.get(id(tensor))
+        key = id(tensor)
+        weight = self._weights.get(key)
         if weight is not None:
             return Alias(weight, False)
-        if id(tensor) in self._constants:
-            return None
-        known = self._known.get(id(tensor))
-        return True if known is None else known[1]
+        known = self._known.get(key)
+        if known is None:
+            return None if key in self._constants else True
+        if known.role is None:
+            return self._grown(tensor) if tensor.requires_grad and known.may_grow else None
+        return known.role if known.version == tensor._version else self._grown(tensor)  # noqa: SLF001 - torch counts writes there alone
+
+    def _grown(self, tensor: Tensor) -> Recipe:
+        """Note a tensor that weights or constants were written into, perhaps through a view of it."""
+        recipe = Recipe(Derived(tensor, tuple(self._parameters)), _written, (), {})
+        self._remember(tensor, recipe)
+        return recipe
+
+    def _remember(self, tensor: Tensor, role: Alias | Recipe | None) -> None:
+        key = id(tensor)
+        version = 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - torch counts writes there alone
+        held = tensor if role is not None else weakref.ref(tensor, lambda _: self._known.pop(key, None))
+        self._known[key] = _Known(held, version, role, torch.is_grad_enabled())
 
     def site(self, tensor: Tensor) -> Site | None:
         """Return where to record the gradient of `tensor`, or None if it is not a weight."""
@@ -149,21 +184,21 @@ class Capture(TorchFunctionMode):
         kwargs = kwargs or {}
         weights: list[Tensor] = []
         has_data = False
-        for tensor in _tensors(args, kwargs):
+        values = _metadata_free(func, args, kwargs) if func in _SHAPED_LIKE else (*args, *kwargs.values())
+        for tensor in _tensors(values):
             role = self.role(tensor)
             if role is True:
                 has_data = True
             elif role is not None:
                 weights.append(tensor)
         if has_data:
-            self._refuse_leaks(func, args)
+            for target in _written_to(func, args, kwargs):
+                self._overwrite(target, func)
             if func in GUARDS:
                 GUARDS[func](*args, **kwargs)
             if weights and torch.is_grad_enabled():
                 return self._meet(Call(self, func, args, kwargs))
-            output = func(*args, **kwargs)
-            self._forget_overwritten(func, args, kwargs, output)
-            return output
+            return func(*args, **kwargs)
         output = func(*args, **kwargs)
         self._note(func, args, kwargs, weights, output)
         return output
@@ -173,18 +208,20 @@ class Capture(TorchFunctionMode):
 
     def _note(self, func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any], weights: list[Tensor], output: Any) -> None:
         """Give the outputs of an operation without data their role."""
-        for tensor in _tensors((output,), {}):
+        written = _written_to(func, args, kwargs)
+        for tensor in (*_tensors((output,)), *written):
             if id(tensor) in self._weights or id(tensor) in self._constants:
                 continue
-            if not weights or not tensor.requires_grad:
-                self._known[id(tensor)] = (tensor, None)
+            if not weights or not tensor.requires_grad or func is Tensor.detach:
+                self._remember(tensor, None)
                 continue
             role = self.role(weights[0])
-            turned = _orientation(func, args, kwargs)
+            turned = None if written else _orientation(func, args, kwargs)
             if isinstance(role, Alias) and turned is not None and len(weights) == 1:
-                self._known[id(tensor)] = (tensor, Alias(role.weight, role.transposed != turned))
+                self._remember(tensor, Alias(role.weight, role.transposed != turned))
             else:
-                self._known[id(tensor)] = (tensor, Recipe(Derived(tensor, self._names(weights)), func, args, kwargs))
+                function = _written if written else func
+                self._remember(tensor, Recipe(Derived(tensor, self._names(weights)), function, args, kwargs))
 
     def _names(self, weights: Sequence[Tensor]) -> tuple[str, ...]:
         names: dict[str, None] = {}
@@ -196,41 +233,78 @@ class Capture(TorchFunctionMode):
                 names.update(dict.fromkeys(role.derived.names))
         return tuple(names)
 
-    def _refuse_leaks(self, func: Operation, args: tuple[Any, ...]) -> None:
-        # PRIVACY: a buffer that is updated from a batch would carry un-noised private data out with the model.
-        name = getattr(func, "__name__", "")
-        if name.endswith("_") and not name.endswith("__") and args and isinstance(args[0], Tensor) and id(args[0]) in self._constants:
-            buffer = self._constants[id(args[0])][0]
+    # -- writes --------------------------------------------------------------------------------------------------------
+
+    def _overwrite(self, target: Tensor, func: Operation) -> None:
+        """Data is about to be written into `target`: refuse it, or make data of whatever shares its memory."""
+        storage = _storage(target)
+        name = self._owner(target, storage)
+        if name is not None:
+            # PRIVACY: a buffer that is updated from a batch would carry un-noised private data out with the model.
             raise UnsupportedLayerError(
-                f"'{buffer}' is updated in place from the batch ({name}), which would publish private data without noise. "
+                f"'{name}' is updated in place from the batch ({func.__name__}), which would publish private data without noise. "
                 "Switch that statistic off (track_running_stats=False, eval mode), or compute it from public data beforehand."
             )
+        known = self._known.get(id(target))
+        if known is None:
+            return
+        if self.is_weight(target) and torch.is_grad_enabled():
+            raise UnsupportedLayerError(
+                f"{func.__name__} writes data into a tensor that was computed from weights alone, so its gradient is no longer one per example. "
+                "Use the operation that returns a new tensor, as x + y in place of x += y."
+            )
+        for key, other in list(self._known.items()):
+            tensor = other.tensor if isinstance(other.tensor, Tensor) else other.tensor()
+            if tensor is not None and other.role is None and (tensor is target or (storage and _storage(tensor) == storage)):
+                del self._known[key]
 
-    def _forget_overwritten(self, func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        """A constant that data was written into is data."""
-        if self._known and args and (output is args[0] or func is Tensor.__setitem__):
-            self._known.pop(id(args[0]), None)
-        if "out" in kwargs:
-            self._known.pop(id(kwargs["out"]), None)
+    def _owner(self, target: Tensor, storage: int) -> str | None:
+        """Return the buffer or parameter whose memory `target` lies in."""
+        if id(target) in self._constants:
+            return self._constants[id(target)][0]
+        if self._storages is None:
+            owned = {**dict(self._constants.values()), **self._parameters}
+            self._storages = {_storage(tensor): name for name, tensor in owned.items()}
+            self._storages.pop(0, None)
+        return self._storages.get(storage)
+
+    def adopt(self, buffers: Mapping[str, Tensor]) -> None:
+        """Take note of the buffers that a forward pass has put in place of earlier ones.
+
+        Raises:
+            UnsupportedLayerError: One of them was computed from the batch.
+        """
+        for name, buffer in buffers.items():
+            if id(buffer) in self._constants:
+                continue
+            if self.is_data(buffer):
+                # PRIVACY: as with writing in place, the buffer would leave with the model's state_dict.
+                raise UnsupportedLayerError(
+                    f"the buffer '{name}' was replaced by a value computed from the batch, which would publish private data without noise. "
+                    "A buffer may hold no private data. Keep such a value out of register_buffer, or compute it from public data beforehand."
+                )
+            self._constants[id(buffer)] = (name, buffer)
 
     def forget(self) -> None:
-        """Let go of the constants and derived weights of past forward passes."""
-        self._known.clear()
+        """Let go of the derived weights of past forward passes; constants go when the model lets go of them."""
+        for key in [key for key, known in self._known.items() if known.role is not None]:
+            del self._known[key]
 
     # -- where it is active --------------------------------------------------------------------------------------------
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch until the block ends; inside another watched block this does nothing."""
+    def watching(self) -> Generator[bool]:
+        """Watch until the block ends; inside another watched block this does nothing, and yields False."""
         if getattr(self._local, "depth", 0):
-            yield
+            yield False
             return
         if not self.collector.is_expecting:
             self.forget()
+        self._storages = None
         self._local.depth = 1
         try:
             with self:
-                yield
+                yield True
         finally:
             self._local.depth = 0
             self.collector.forget_inputs()
@@ -243,48 +317,6 @@ class Capture(TorchFunctionMode):
     def set_constants(self, constants: Mapping[str, Tensor]) -> None:
         """Declare buffers and frozen parameters."""
         self._constants = {id(tensor): (name, tensor) for name, tensor in constants.items()}
-
-
-class Taps:
-    """Makes a model's modules watched, and undoes it.
-
-    Only `forward` of the instances is set: no wrapper, no new name, no change to `state_dict`.
-    """
-
-    def __init__(self, model: nn.Module, capture: Capture, parameters: Mapping[str, Tensor]) -> None:
-        self._tapped: list[tuple[nn.Module, object]] = []
-        owned = {id(parameter) for parameter in parameters.values()}
-        for module in model.modules():
-            # The outermost module sees the whole pass; the owners are watched too, because checkpointing calls them again from the backward pass.
-            if module is model or any(id(parameter) in owned for parameter in module.parameters(recurse=False)):
-                self._tap(module, capture)
-
-    def _tap(self, module: nn.Module, capture: Capture) -> None:
-        inner: Callable[..., Any] = module.forward
-        if getattr(inner, "is_lowkey_tap", False):
-            raise ConfigError(
-                f"{type(module).__name__} is already private. One model can be attached once. Call close() on the earlier Private object first."
-            )
-
-        @functools.wraps(inner)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return inner(*args, **kwargs)
-            with capture.watching():
-                return inner(*args, **kwargs)
-
-        forward.is_lowkey_tap = True  # type: ignore[attr-defined] # reason: marks the function, so that a second attachment is refused
-        self._tapped.append((module, module.__dict__.get("forward")))
-        module.forward = forward
-
-    def remove(self) -> None:
-        """Give every module its own forward back."""
-        for module, earlier in self._tapped:
-            if earlier is None:
-                del module.forward
-            else:
-                module.__dict__["forward"] = earlier
-        self._tapped.clear()
 
 
 def _orientation(func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool | None:
@@ -300,9 +332,56 @@ def _orientation(func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, An
     return None
 
 
-def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    for value in (*args, *kwargs.values()) if kwargs else args:
+_MAKERS = {Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty, Tensor.new_tensor}
+"""Operations that read no value of their first argument."""
+
+_SHAPED_LIKE = {Tensor.to, Tensor.type_as, Tensor.expand_as, Tensor.view_as, Tensor.reshape_as, *_MAKERS}
+"""Operations that read the shape or the dtype of one of their arguments and none of its values."""
+
+
+def _metadata_free(func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the arguments whose values an operation of `_SHAPED_LIKE` reads."""
+    return (*args[1:], *kwargs.values()) if func in _MAKERS else args[:1]
+
+
+def _written(*_args: object) -> None:
+    """Stand for the writes that made a derived tensor what it is."""
+
+
+_ARITHMETIC = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_IN_PLACE = {"__setitem__", "__set__", *(f"__i{name}__" for name in _ARITHMETIC)}
+_WRITES: dict[Operation, bool] = {}
+
+
+def _writes(func: Operation) -> bool:
+    """Whether `func` writes into its first argument."""
+    known = _WRITES.get(func)
+    if known is None:
+        name = getattr(func, "__name__", "")
+        known = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__") and name not in ("requires_grad_", "retain_grad_"))
+        _WRITES[func] = known
+    return known
+
+
+def _written_to(func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors that a call writes into."""
+    targets = list(args[:1]) if _writes(func) else []
+    if kwargs:
+        targets += [kwargs["out"]] if "out" in kwargs else []
+        targets += list(args[:1]) if kwargs.get("inplace") is True else []
+    return list(_tensors(targets)) if targets else []
+
+
+def _storage(tensor: Tensor) -> int:
+    """Return where a tensor's memory begins; 0 if it has none of its own."""
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        return 0
+    return tensor.untyped_storage().data_ptr()
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+    for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors(value, {})
+            yield from _tensors(value)

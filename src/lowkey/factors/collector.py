@@ -7,7 +7,7 @@ Nothing is stored on parameters, tensors or modules.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lowkey.boundary import PerExample
-from lowkey.errors import PrivacyBoundaryError, ShapeError
+from lowkey.errors import PrivacyBoundaryError, ShapeError, UnsupportedLayerError
 from lowkey.factors.factor import Dense, Factor, OneHot, Outer, Side, combine, compact
 
 
@@ -61,16 +61,24 @@ class Weight:
     compression: Compression
 
 
-@dataclass(eq=False)
 class Derived:
     """A tensor computed from parameters alone (a chunk, a cast, `1 + weight`), before it meets data."""
 
-    value: Tensor
-    names: tuple[str, ...]
+    def __init__(self, value: Tensor, names: tuple[str, ...]) -> None:
+        self.value, self.names = value, names
+        self._version = value._version  # noqa: SLF001 - torch counts writes there alone
 
     @property
     def label(self) -> str:
-        return " and ".join(self.names)
+        return " and ".join(self.names[:3])
+
+    def check_unchanged(self) -> None:
+        """Refuse to go on if the tensor was written to after its use: its graph is no longer that of the use."""
+        if self.value._version != self._version:  # noqa: SLF001 - as above
+            raise UnsupportedLayerError(
+                f"a tensor computed from {self.label} was written to after the data had met it, so its gradient is lost. "
+                "Write into a copy: tensor.clone()."
+            )
 
 
 class Collector:
@@ -85,7 +93,7 @@ class Collector:
         self._batch_size: int | None = None
         self._blocks: dict[str, list[Factor]] = {}
         self._reached: set[str] = set()
-        self._derived: dict[Derived, list[Tensor]] = {}
+        self._derived: dict[Derived, Tensor] = {}
         self._norms: list[tuple[str, Tensor]] | None = None
         self._kept: tuple[weakref.ref[Tensor], int, Tensor, Tensor] | None = None
 
@@ -99,8 +107,8 @@ class Collector:
     def finish(self) -> PerExample[Factor]:
         """Return what the backward pass left, every use of a parameter combined."""
         batch_size = self.batch_size
-        for derived, cotangents in self._derived.items():
-            self._pull_back(derived, cotangents)
+        for derived, cotangent in self._derived.items():
+            self._pull_back(derived, cotangent)
         # Blocks of the same name are summed: tied weights, repeated uses, and sketches that several parameters share.
         blocks = {name: combine(uses) for name, uses in self._blocks.items()}
         self.abandon()
@@ -163,7 +171,7 @@ class Collector:
         rows, cols = self._by_example(rows, target), self._by_example(cols, target)
         if isinstance(target, Derived):
             self._watch(target.label, Outer(rows, cols, ()))
-            self._derived.setdefault(target, []).append(Outer(rows, cols, tuple(target.value.shape)).dense())
+            self._meet_derived(target, Outer(rows, cols, tuple(target.value.shape)).dense())
             return
         self._check_current(target)
         blocks = target.compression.compress(Outer(rows, cols, target.shape), kept)
@@ -178,7 +186,7 @@ class Collector:
         gradients = gradients.reshape(batch, *shape)
         if isinstance(target, Derived):
             self._watch(target.label, Dense(gradients))
-            self._derived.setdefault(target, []).append(gradients)
+            self._meet_derived(target, gradients)
             return
         self._check_current(target)
         self._add(target.name, target.compression.compress_dense(gradients))
@@ -223,13 +231,25 @@ class Collector:
             )
         return batch
 
-    def _pull_back(self, derived: Derived, cotangents: list[Tensor]) -> None:
+    def _meet_derived(self, derived: Derived, gradients: Tensor) -> None:
+        derived.check_unchanged()
+        earlier = self._derived.get(derived)
+        self._derived[derived] = gradients if earlier is None else earlier + gradients
+
+    def _pull_back(self, derived: Derived, cotangents: Tensor) -> None:
         """Carry per-example gradients of a derived tensor back to its parameters."""
-        total = torch.stack(cotangents).sum(0).to(derived.value.dtype)
+        derived.check_unchanged()
         parameters = [self._parameters[name] for name in derived.names]
-        gradients = torch.autograd.grad(
-            derived.value, parameters, total, retain_graph=True, is_grads_batched=True, allow_unused=True
-        )
-        for name, gradient in zip(derived.names, gradients, strict=True):
+        for name, gradient in zip(derived.names, _per_row(derived.value, parameters, cotangents.to(derived.value.dtype)), strict=True):
             if gradient is not None:
                 self._add(name, self._weights[name].compression.compress_dense(gradient.detach()))
+
+
+def _per_row(value: Tensor, parameters: list[Tensor], cotangents: Tensor) -> Sequence[Tensor | None]:
+    """Return the gradient of each parameter for each cotangent, or None where `value` does not depend on it."""
+    try:
+        return torch.autograd.grad(value, parameters, cotangents, retain_graph=True, is_grads_batched=True, allow_unused=True)
+    except RuntimeError:
+        # Some operations cannot be batched; a real fault shows itself again here.
+        rows = [torch.autograd.grad(value, parameters, row, retain_graph=True, allow_unused=True) for row in cotangents]
+        return [None if parts[0] is None else torch.stack(parts) for parts in zip(*rows, strict=True)]

@@ -17,7 +17,7 @@ from lowkey.factors.capture import Site
 from lowkey.factors.elementwise import ROW_REPLAYS
 from lowkey.factors.factor import OneHot
 from lowkey.factors.fallback import by_example
-from lowkey.factors.registry import Call, rule
+from lowkey.factors.registry import Call, guard, rule
 
 
 class _Lookup(torch.autograd.Function):
@@ -75,9 +75,19 @@ def _lookup(
 def index_rows(call: Call) -> Tensor:
     """`weight[index]` with an integer tensor of examples."""
     weight, index = call.args
-    if not isinstance(index, Tensor) or index.is_floating_point() or index.dtype == torch.bool or weight.dim() != 2 or not call.capture.is_weight(weight):
+    if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32) or weight.dim() != 2 or not call.capture.is_weight(weight):
         return by_example(call)
-    return _lookup(call, index, weight)
+    return _lookup(call, torch.where(index < 0, index + weight.shape[0], index), weight)
 
 
 ROW_REPLAYS.add(embedding)
+
+
+@guard(F.embedding)
+def refuse_renormalisation(input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None, *_: object, **__: object) -> None:  # noqa: A002 - torch's name
+    """Refuse a table that a batch rescales in place, trained or frozen."""
+    if max_norm is not None:
+        raise UnsupportedLayerError(
+            f"an embedding has max_norm={max_norm}, which rescales the rows that the batch looks up, and so publishes which they are. "
+            "A table may change by releases alone. Set max_norm=None."
+        )

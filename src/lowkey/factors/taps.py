@@ -1,0 +1,73 @@
+"""Makes the forward passes of a model watched, and undoes it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowkey.errors import ConfigError
+from lowkey.factors.capture import Capture
+
+
+class Tap:
+    """Stands in for one module's `forward`, and runs it under the capture whenever gradients are on.
+
+    A copy of the module, deep or pickled, has its own `forward` back: a copy is not private.
+    """
+
+    def __init__(self, module: nn.Module, capture: Capture) -> None:
+        self._inner: Callable[..., Any] = module.forward
+        self._module = module
+        self._capture = capture
+        functools.update_wrapper(self, self._inner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward pass."""
+        if not torch.is_grad_enabled():
+            return self._inner(*args, **kwargs)
+        with self._capture.watching() as is_outermost:
+            output = self._inner(*args, **kwargs)
+            if is_outermost:
+                self._capture.adopt(dict(self._module.named_buffers()))
+            return output
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return type(self._module).forward.__get__(memo.get(id(self._module), self._module))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._module, "forward")
+
+
+class Taps:
+    """Sets a `Tap` on a model and on every module that owns a trainable parameter.
+
+    Only `forward` of the instances is set: no wrapper, no new name, no change to `state_dict`.
+    """
+
+    def __init__(self, model: nn.Module, capture: Capture, parameters: Mapping[str, Tensor]) -> None:
+        self._tapped: list[tuple[nn.Module, object]] = []
+        owned = {id(parameter) for parameter in parameters.values()}
+        # The outermost module sees the whole pass; the owners are watched too, because checkpointing calls them again in the backward pass.
+        modules = [m for m in model.modules() if m is model or any(id(p) in owned for p in m.parameters(recurse=False))]
+        for module in modules:
+            if isinstance(module.forward, Tap):
+                raise ConfigError(
+                    f"{type(module).__name__} is already private. One model can be attached once. "
+                    "Call close() on the earlier Private object first."
+                )
+        for module in modules:
+            self._tapped.append((module, module.__dict__.get("forward")))
+            module.forward = Tap(module, capture)
+
+    def remove(self) -> None:
+        """Give every module its own forward back."""
+        for module, earlier in self._tapped:
+            if earlier is None:
+                del module.forward
+            else:
+                module.__dict__["forward"] = earlier
+        self._tapped.clear()
