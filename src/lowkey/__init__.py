@@ -6,7 +6,7 @@
     private.step()              # the one release, then the optimizer
 """
 
-from lowkey import nonprivate
+from lowkey import audit, nonprivate
 from lowkey.account import Plan, Poisson, Statement, TruncatedPoisson, Unsampled, epsilon
 from lowkey.account.calibrate import calibrate
 from lowkey.boundary import Provenance, Public, Released
@@ -50,6 +50,7 @@ __all__ = [
     "Unsampled",
     "UnsupportedLayerError",
     "__version__",
+    "audit",
     "calibrate",
     "check_loader",
     "epsilon",
