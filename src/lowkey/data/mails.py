@@ -11,7 +11,7 @@ from importlib import resources
 from lowkey.errors import ConfigError
 
 FILE_NAME = "mails.jsonl.xz"
-LINES_SHA256 = "f51506699ebcb0072487712f3213b35f5b38c24e7bd6b9d27181095356fcd6fa"
+LINES_SHA256 = "f7d3ceb864fb025b2e6e44e87ce3203a5dcfcf616e7178c3e9ce7c92428dbda4"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +56,9 @@ def load_mails() -> Mails:
     Example:
         >>> mails = load_mails()
         >>> len(mails.train), len(mails.test)
-        (4469, 1136)
+        (4502, 1103)
         >>> sum(mail.is_spam for mail in mails.test)
-        313
+        332
     """
     lines = _read_lines()
     by_split: dict[str, list[Mail]] = {"train": [], "test": []}
