@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -75,7 +76,7 @@ def fit_bag_of_words(texts: Sequence[str], labels: Sequence[bool], *, inverse_pe
 
 def _count_terms(text: str) -> Counter[str]:
     words = _WORD.findall(text.lower())
-    return Counter(words) + Counter(f"{first} {second}" for first, second in zip(words, words[1:], strict=False))
+    return Counter(words) + Counter(f"{first} {second}" for first, second in pairwise(words))
 
 
 def _weigh(counts: Sequence[Counter[str]], columns: Mapping[str, int], idf: Float[np.ndarray, " V"]) -> csr_matrix:
@@ -91,9 +92,7 @@ def _weigh(counts: Sequence[Counter[str]], columns: Mapping[str, int], idf: Floa
     return csr_matrix((values, (rows, cols)), shape=(len(counts), len(columns)))
 
 
-def _fit_logistic(
-    features: csr_matrix, labels: Bool[np.ndarray, " N"], inverse_penalty: float
-) -> tuple[Float[np.ndarray, " V"], float]:
+def _fit_logistic(features: csr_matrix, labels: Bool[np.ndarray, " N"], inverse_penalty: float) -> tuple[Float[np.ndarray, " V"], float]:
     signs = np.where(labels, 1.0, -1.0)
 
     def objective(weights: Float[np.ndarray, " W"]) -> tuple[float, Float[np.ndarray, " W"]]:
@@ -102,5 +101,5 @@ def _fit_logistic(
         value = inverse_penalty * np.logaddexp(0.0, -margins).sum() + 0.5 * float(weights[:-1] @ weights[:-1])
         return value, np.append(features.T @ slopes + weights[:-1], slopes.sum())
 
-    found = minimize(objective, np.zeros(features.shape[1] + 1), jac=True, method="L-BFGS-B", options={"maxiter": 300})
+    found = minimize(objective, np.zeros((features.T @ signs).size + 1), jac=True, method="L-BFGS-B", options={"maxiter": 300})
     return found.x[:-1], float(found.x[-1])

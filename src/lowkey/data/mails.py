@@ -46,6 +46,10 @@ class Mails:
     train: tuple[Mail, ...]
     test: tuple[Mail, ...]
 
+    def first(self, number: int | None) -> Mails:
+        """Return the first `number` mails of each split, which are a fair sample of it; all of them if None."""
+        return Mails(train=self.train[:number], test=self.test[:number])
+
 
 def load_mails() -> Mails:
     """Return the mails of the package, always the same ones in the same order.
