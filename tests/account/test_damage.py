@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ledgers import open_at, spend
+from ledgers import HEADER, open_at, spend
 
 from lowkey.account import Head, read_ledger
+from lowkey.account.header import header_to_json
 from lowkey.account.records import FIRST_LINE, ROOT, encode, scan
 from lowkey.account.runs import fold
 from lowkey.errors import LedgerError
@@ -197,10 +198,11 @@ def test_a_checkpoint_refuses_a_ledger_that_was_rewritten(tmp_path: Path, whole:
         {"kind": "close", "run": 0, "unused": 1, "committed": 0},
         {"kind": "run", "run": 0, "reserve": 1},
         {"kind": "run", "run": 1, "reserve": 1},
+        {**header_to_json(HEADER), "kind": "run", "run": 1, "reserve": 1, "sampling": {"kind": "with_replacement"}},
+        {**header_to_json(HEADER), "kind": "run", "run": 1, "reserve": 1, "delta": 2.0},
         {"kind": "forgive", "run": 0},
         {"kind": "intent"},
     ],
-    ids=str,
 )
 def test_records_that_contradict_each_other_are_refused(tmp_path: Path, body: dict[str, object]) -> None:
     path = tmp_path / "ledger"

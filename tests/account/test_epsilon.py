@@ -137,6 +137,11 @@ def test_one_release_without_noise_voids_everything() -> None:
     assert math.isinf(epsilon([(0.01, 2.0, 100), (0.01, 0.0, 1)], 1e-5))
 
 
+def test_a_budget_so_small_that_delta_covers_it_is_zero() -> None:
+    assert epsilon([(1e-7, 5.0, 1)], 1e-5) == 0.0
+    assert math.isinf(renyi_epsilon([event(0.1, 0.0, 1)], 1e-5))
+
+
 def test_equal_stretches_are_composed_as_one() -> None:
     assert epsilon([(0.01, 1.0, 1)] * 500, 1e-5) == epsilon([(0.01, 1.0, 500)], 1e-5)
 

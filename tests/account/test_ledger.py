@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from ledgers import HEADER, PLAN, open_at, spend
 
-from lowkey.account import Head, NoiseOrigin, TruncatedPoisson, Unsampled, epsilon, open_ledger, read_ledger
+from lowkey.account import Head, NoiseOrigin, RunHeader, TruncatedPoisson, Unsampled, epsilon, open_ledger, read_ledger
 from lowkey.account.records import scan
 from lowkey.account.statement import format_up
 from lowkey.errors import BudgetError, ConfigError, LedgerError
@@ -355,6 +355,30 @@ def test_a_failed_sync_ends_the_ledger(tmp_path: Path, monkeypatch: pytest.Monke
     assert read_ledger(tmp_path / "ledger").runs[0].num_intents >= 2
 
 
+def test_a_full_disk_that_cannot_be_mended_ends_the_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "ledger"
+    ledger = open_at(path)
+    spend(ledger, 2)
+    real = os.pwrite
+
+    def half(descriptor: int, data: bytes, offset: int) -> int:
+        real(descriptor, bytes(data[:30]), offset)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def fail(*args: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", half)
+        patch.setattr(os, "ftruncate", fail)
+        with pytest.raises(LedgerError, match="No space left"):
+            ledger.intend()
+    with pytest.raises(LedgerError, match="left unfinished"):
+        ledger.intend()
+    ledger.close()
+    assert read_ledger(path).runs[0].num_intents == 3
+
+
 @pytest.mark.parametrize("moment", ["before the sync", "after the sync"])
 def test_an_interrupt_while_recording_leaves_the_ledger_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     path = tmp_path / "ledger"
@@ -449,6 +473,17 @@ def test_an_unlockable_file_system_is_refused(tmp_path: Path, monkeypatch: pytes
 def test_a_header_that_is_too_long_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="too long"):
         open_at(tmp_path / "ledger", dataset="x" * 70_000)
+
+
+def test_a_file_that_is_replaced_while_it_is_opened_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "ledger"
+    monkeypatch.setattr("fcntl.flock", lambda descriptor, operation: path.unlink())
+    with pytest.raises(LedgerError, match="replaced while it was opened"):
+        open_at(path)
+
+
+def test_a_header_names_the_versions_that_made_the_run() -> None:
+    assert {"python", "lowkey", "dp-accounting"} <= set(RunHeader(plan=PLAN).versions)
 
 
 # Reading --------------------------------------------------------------------

@@ -1,7 +1,7 @@
 r"""Renyi divergence of the Poisson-sampled Gaussian, without cancellation, and its conversion to epsilon.
 
 With ``w(z) = 1 - q + q exp((2z - 1) / (2 s^2))`` and ``z ~ N(0, s^2)``, the divergence of order ``a`` is ``log(A) / (a - 1)``
-with ``A = E[w^a]`` [mironov2019sampled, section 3.3]. Because ``E[w] = 1``,
+with ``A = E[w^a]`` (Mironov, Talwar and Zhang 2019, arXiv:1908.10530, section 3.3). Because ``E[w] = 1``,
 
     A - 1 = E[w^a - 1 - a (w - 1)]                                                            any order
           = sum over k >= 2 of  C(a, k) q^k (1 - q)^(a - k) (exp((k^2 - k) / (2 s^2)) - 1)     whole orders
@@ -61,7 +61,7 @@ def epsilon_from_renyi(divergences: Vector, delta: float, orders: Vector = ORDER
     """Return the smallest epsilon that some order proves at ``delta``.
 
     Guarantee:
-        An upper bound: each order's epsilon is one [canonne2020discrete, Prop. 12], so their minimum is.
+        An upper bound: each order's epsilon is one (Canonne, Kamath and Steinke 2020, arXiv:2004.00010, Prop. 12), so their minimum is.
     """
     with np.errstate(all="ignore"):
         per_order = divergences + np.log1p(-1.0 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1.0)

@@ -1,8 +1,8 @@
 r"""What it costs to try many settings and keep the best one, when the number of trials is random.
 
 Trying ``k`` settings and publishing the best is one mechanism; its Renyi divergence is bounded by that of a single trial plus a price for
-the choice [papernot2022hyperparameter, Theorems 2 and 6]. The number of trials must be drawn from the stated distribution before
-the first trial, every trial must be run, and only the best may be looked at.
+the choice (Papernot and Steinke 2022, arXiv:2110.03620, Theorems 2 and 6). The number of trials must be drawn from the stated
+distribution before the first trial, every trial must be run, and only the best may be looked at.
 """
 
 from __future__ import annotations
