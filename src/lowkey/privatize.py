@@ -211,6 +211,7 @@ class Private:
         self._ledger: Ledger = open_ledger(setting.ledger, setting.header)
         self._step = self._resumed_at = 0
         self._is_isolated = setting.execution.check_isolation is CheckIsolation.NEVER
+        self._shown: set[str] = set()
         self._seen_examples = False
         self._closed = False
         self._observers: list[Callable[[Released], None]] = []
@@ -254,8 +255,10 @@ class Private:
             self._run_backward(losses, weights, watch_norms=True, again=True)
             weighted = self._collector.take_norms()
             self._run_backward(losses, torch.ones_like(losses), watch_norms=True)
-            check_isolation(weights, weighted, self._collector.take_norms())
-            self._is_isolated = True
+            plain = self._collector.take_norms()
+            self._shown |= check_isolation(weights, weighted, plain)
+            # PRIVACY: a gradient that was zero so far has shown nothing, so the next batch is checked as well.
+            self._is_isolated = all(name in self._shown for name, _ in plain)
             return self._collector.finish()
         finally:
             self._collector.abandon()

@@ -292,11 +292,16 @@ class Capture(TorchFunctionMode):
 
     # -- where it is active --------------------------------------------------------------------------------------------
 
+    @property
+    def is_watching(self) -> bool:
+        """Whether this thread is inside a watched block."""
+        return bool(getattr(self._local, "depth", 0))
+
     @contextmanager
-    def watching(self) -> Generator[bool]:
-        """Watch until the block ends; inside another watched block this does nothing, and yields False."""
-        if getattr(self._local, "depth", 0):
-            yield False
+    def watching(self) -> Generator[None]:
+        """Watch until the block ends; inside another watched block this does nothing."""
+        if self.is_watching:
+            yield
             return
         if not self.collector.is_expecting:
             self.forget()
@@ -304,7 +309,7 @@ class Capture(TorchFunctionMode):
         self._local.depth = 1
         try:
             with self:
-                yield True
+                yield
         finally:
             self._local.depth = 0
             self.collector.forget_inputs()

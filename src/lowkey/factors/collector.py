@@ -250,6 +250,12 @@ def _per_row(value: Tensor, parameters: list[Tensor], cotangents: Tensor) -> Seq
     try:
         return torch.autograd.grad(value, parameters, cotangents, retain_graph=True, is_grads_batched=True, allow_unused=True)
     except RuntimeError:
-        # Some operations cannot be batched; a real fault shows itself again here.
+        pass  # some operations cannot be batched
+    try:
         rows = [torch.autograd.grad(value, parameters, row, retain_graph=True, allow_unused=True) for row in cotangents]
-        return [None if parts[0] is None else torch.stack(parts) for parts in zip(*rows, strict=True)]
+    except RuntimeError as error:
+        raise UnsupportedLayerError(
+            "a tensor computed from weights alone left a reentrant checkpoint, whose graph is gone by the time its examples are told apart. "
+            "Such a tensor must be met by the data inside the checkpoint. Checkpoint with use_reentrant=False."
+        ) from error
+    return [None if parts[0] is None else torch.stack(parts) for parts in zip(*rows, strict=True)]

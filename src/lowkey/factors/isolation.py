@@ -18,31 +18,40 @@ Norms = Sequence[tuple[str, Tensor]]
 """(parameter, squared norm per example) of every use of a parameter in one backward pass."""
 
 _TOLERANCE = 1e-3
+_NUM_POWERS = 12
 
 
 def isolation_weights(losses: Tensor) -> Tensor:
-    """Return one power of two per loss; a fixed pattern, for it need not be secret."""
-    draw = random.Random(len(losses))
-    exponents = [draw.randrange(4) for _ in range(len(losses))]
-    exponents[0], exponents[-1] = 0, 3
+    """Return one power of two per loss, a fixed pattern, for it need not be secret; a dozen examples have a dozen powers."""
+    exponents = [(b % _NUM_POWERS) - _NUM_POWERS // 2 for b in range(len(losses))]
+    # Shuffled, so that examples in another order, or neighbours exchanged, are told apart.
+    random.Random(len(losses)).shuffle(exponents)
     return torch.tensor([2.0**exponent for exponent in exponents], dtype=losses.dtype, device=losses.device)
 
 
-def check_isolation(weights: Tensor, weighted: Norms, plain: Norms) -> None:
+def check_isolation(weights: Tensor, weighted: Norms, plain: Norms) -> set[str]:
     """Compare the norms of a backward pass over weighted losses with those of the plain one.
+
+    Returns:
+        The parameters for which the comparison could tell: those with a gradient from two examples or more.
+        A layer behind weights that start at zero has none yet.
 
     Raises:
         UnsupportedLayerError: Some example's gradient did not scale with its own loss.
     """
     squares = weights.square()
+    shown: set[str] = set()
     for (name, found), (_, base) in zip(weighted, plain, strict=True):
         expected = base * squares.to(base.dtype)
         # NUMERICS: powers of two scale exactly; the tolerance is for sums that are reordered and norms that cancel.
         slack = _TOLERANCE * expected + 1e-9 * expected.nan_to_num(0.0, 0.0).amax()
         finite = torch.isfinite(expected) & torch.isfinite(found)
+        if int((base > 0).sum()) > 1:
+            shown.add(name)
         if bool(((found - expected).abs() > slack)[finite].any()):
             raise UnsupportedLayerError(
                 f"the gradient of '{name}' for one example changes when another example's loss is scaled, so examples are mixed. "
                 "Each loss must depend on its own example alone, and the first axis of every input must be the examples'. "
                 "Look for batch statistics, in-batch negatives, balancing losses, or a batch axis that is not first."
             )
+    return shown

@@ -27,12 +27,11 @@ class Tap:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward pass."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or self._capture.is_watching:
             return self._inner(*args, **kwargs)
-        with self._capture.watching() as is_outermost:
+        with self._capture.watching():
             output = self._inner(*args, **kwargs)
-            if is_outermost:
-                self._capture.adopt(dict(self._module.named_buffers()))
+            self._capture.adopt(dict(self._module.named_buffers()))
             return output
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
@@ -43,7 +42,7 @@ class Tap:
 
 
 class Taps:
-    """Sets a `Tap` on a model and on every module that owns a trainable parameter.
+    """Sets a `Tap` on a model and on every module that holds a trainable parameter, its own or a child's.
 
     Only `forward` of the instances is set: no wrapper, no new name, no change to `state_dict`.
     """
@@ -51,8 +50,8 @@ class Taps:
     def __init__(self, model: nn.Module, capture: Capture, parameters: Mapping[str, Tensor]) -> None:
         self._tapped: list[tuple[nn.Module, object]] = []
         owned = {id(parameter) for parameter in parameters.values()}
-        # The outermost module sees the whole pass; the owners are watched too, because checkpointing calls them again in the backward pass.
-        modules = [m for m in model.modules() if m is model or any(id(p) in owned for p in m.parameters(recurse=False))]
+        # The outermost module sees the whole pass; those inside are tapped too, because checkpointing calls any of them again in the backward pass.
+        modules = [m for m in model.modules() if m is model or any(id(p) in owned for p in m.parameters())]
         for module in modules:
             if isinstance(module.forward, Tap):
                 raise ConfigError(
