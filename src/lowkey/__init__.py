@@ -1,9 +1,6 @@
 """Train neural networks on private records, in the small space where their gradients live.
 
-    plan = lk.calibrate(epsilon=8.0, delta=1e-5, num_examples=50_000, expected_batch_size=1_000, num_steps=3_000)
-    private = lk.privatize(model, optimizer, method=lk.Grape(rank=16), plan=plan, clip_norm=1.0)
-    private.backward(losses)    # one loss per example, as often as memory asks for
-    private.step()              # the one release, then the optimizer
+A training loop of one's own takes `calibrate`, `privatize`, `Private.backward` and `Private.step`.
 """
 
 from lowkey import audit, nonprivate

@@ -1,6 +1,6 @@
 """Convolutions in one, two and three dimensions.
 
-    Axes: B examples, L output positions, I inputs per patch (channels x kernel), O output channels
+Axes: B examples, L output positions, I inputs per patch (channels x kernel), O output channels
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Geometry:
         found = torch.ops.aten.convolution_backward(
             backprops, inputs, kernel, None, self.stride, self.padding, self.dilation, False, zeros, self.groups, wanted
         )
-        return found[0 if of_input else 1]  # type: ignore[no-any-return] # reason: torch.ops is untyped
+        return found[0 if of_input else 1]
 
     def patches(self, inputs: Tensor, kernel_size: tuple[int, ...]) -> Float[Tensor, "B L I"]:
         """Return the input under the kernel at each output position."""
@@ -109,7 +109,14 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, kernel: Tensor, bias: Tensor | None, kept: Tensor | None, anchor: Tensor, geometry: Geometry, sites: tuple[Site | None, Site | None, bool]
+        ctx: Any,
+        inputs: Tensor,
+        kernel: Tensor,
+        bias: Tensor | None,
+        kept: Tensor | None,
+        anchor: Tensor,
+        geometry: Geometry,
+        sites: tuple[Site | None, Site | None, bool],
     ) -> Tensor:
         ctx.geometry, ctx.sites, ctx.input_shape = geometry, sites, inputs.shape
         ctx.save_for_backward(kernel, kept)
@@ -155,7 +162,7 @@ def convolution(call: Call) -> Tensor:
 
 def _convolve(
     call: Call,
-    input: Tensor,  # noqa: A002 - torch's name
+    input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     stride: int | tuple[int, ...] = 1,
@@ -175,9 +182,11 @@ def _convolve(
         basis = site.weight.compression.basis(Axis.COLS) if site.weight is not None and groups == 1 else None
         is_reduced = basis is not None
         with torch.no_grad():
-            kept = inputs.detach() if basis is None else geometry.run(inputs.detach(), basis.T.reshape(-1, *weight.shape[1:]).to(inputs.dtype))
+            kept = (
+                inputs.detach() if basis is None else geometry.run(inputs.detach(), basis.T.reshape(-1, *weight.shape[1:]).to(inputs.dtype))
+            )
     plain = None if bias is None else bias.detach()
-    return _Convolution.apply(inputs, weight.detach(), plain, kept, call.capture.anchor, geometry, (site, bias_site, is_reduced))  # type: ignore[no-any-return] # reason: torch leaves apply untyped
+    return _Convolution.apply(inputs, weight.detach(), plain, kept, call.capture.anchor, geometry, (site, bias_site, is_reduced))
 
 
 def _each(value: int | tuple[int, ...], dims: int) -> tuple[int, ...]:
@@ -185,7 +194,9 @@ def _each(value: int | tuple[int, ...], dims: int) -> tuple[int, ...]:
     return values * dims if len(values) == 1 else values
 
 
-def _pad(inputs: Tensor, padding: int | str | tuple[int, ...], kernel_size: tuple[int, ...], dilation: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
+def _pad(
+    inputs: Tensor, padding: int | str | tuple[int, ...], kernel_size: tuple[int, ...], dilation: tuple[int, ...]
+) -> tuple[Tensor, tuple[int, ...]]:
     """Return the input and the symmetric padding that is left to the convolution."""
     dims = len(kernel_size)
     if not isinstance(padding, str):

@@ -65,11 +65,11 @@ def per_example(capture: Capture, weight: Tensor, num_rows: int, num_dims: int) 
     if site is None or weight.dim() > num_dims:
         return None
     if weight.dim() < num_dims or weight.shape[0] == 1:
-        return _Copies.apply(weight.detach(), capture.anchor, num_rows, num_dims, site)  # type: ignore[no-any-return] # reason: torch leaves apply untyped
+        return _Copies.apply(weight.detach(), capture.anchor, num_rows, num_dims, site)
     if weight.shape[0] != num_rows:
         return None
     rows = by_row(capture, weight)
-    return _OwnRow.apply(weight.detach(), capture.anchor, site) if rows is None else rows  # type: ignore[no-any-return] # reason: as above
+    return _OwnRow.apply(weight.detach(), capture.anchor, site) if rows is None else rows
 
 
 def as_data(capture: Capture, tensor: Tensor, num_rows: int) -> Tensor:
@@ -98,8 +98,8 @@ def by_row(capture: Capture, weight: Tensor) -> Tensor | None:
     if recipe.function in (Tensor.expand, Tensor.expand_as, Tensor.repeat, torch.broadcast_to, Tensor.broadcast_to):
         return _expand_by_row(capture, weight, recipe)
     handler = RULES.get(recipe.function)
-    if handler in ROW_REPLAYS and _has_rows(capture, recipe.args[0], weight.shape[0]):
-        return handler(Call(capture, recipe.function, recipe.args, recipe.kwargs))  # type: ignore[no-any-return] # reason: rules return what the operation would
+    if handler is not None and handler in ROW_REPLAYS and _has_rows(capture, recipe.args[0], weight.shape[0]):
+        return handler(Call(capture, recipe.function, recipe.args, recipe.kwargs))
     return _redo(capture, weight, recipe)
 
 
@@ -115,7 +115,9 @@ def _expand_by_row(capture: Capture, weight: Tensor, recipe: Recipe) -> Tensor |
     source = recipe.args[0]
     if source.dim() == weight.dim() and source.shape[0] != 1:
         return None
-    if recipe.function is Tensor.repeat and tuple(source.shape[1:] if source.dim() == weight.dim() else source.shape) != tuple(weight.shape[1:]):
+    if recipe.function is Tensor.repeat and tuple(source.shape[1:] if source.dim() == weight.dim() else source.shape) != tuple(
+        weight.shape[1:]
+    ):
         return None
     rows = per_example(capture, source, weight.shape[0], weight.dim())
     return None if rows is None else rows.expand(weight.shape)
@@ -128,7 +130,7 @@ def _redo(capture: Capture, weight: Tensor, recipe: Recipe) -> Tensor | None:
     rows = [_as_rows(capture, value, weight) for value in recipe.args]
     if any(row is None for row in rows):
         return None
-    return recipe.function(*rows, **recipe.kwargs)  # type: ignore[no-any-return] # reason: same as above
+    return recipe.function(*rows, **recipe.kwargs)
 
 
 def _as_rows(capture: Capture, value: Any, weight: Tensor) -> Any:
@@ -137,7 +139,18 @@ def _as_rows(capture: Capture, value: Any, weight: Tensor) -> Any:
     return per_example(capture, value, weight.shape[0], weight.dim())
 
 
-_ROWWISE = {Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type_as, Tensor.contiguous, Tensor.clone, torch.relu, torch.tanh}
+_ROWWISE = {
+    Tensor.to,
+    Tensor.float,
+    Tensor.double,
+    Tensor.half,
+    Tensor.bfloat16,
+    Tensor.type_as,
+    Tensor.contiguous,
+    Tensor.clone,
+    torch.relu,
+    torch.tanh,
+}
 
 BROADCASTING = {
     torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.add_, Tensor.__iadd__,
@@ -164,7 +177,9 @@ def _broadcast(call: Call) -> Any:
 
     args = [swap(value) for value in call.args]
     kwargs: Mapping[str, Any] = {key: swap(value) for key, value in call.kwargs.items()}
-    if any(new is None and old is not None for new, old in zip((*args, *kwargs.values()), (*call.args, *call.kwargs.values()), strict=True)):
+    if any(
+        new is None and old is not None for new, old in zip((*args, *kwargs.values()), (*call.args, *call.kwargs.values()), strict=True)
+    ):
         return by_example(call)
     return call.function(*args, **kwargs)
 

@@ -1,6 +1,6 @@
 """Embeddings: a matrix product with the one-hot matrix of the indices, which is never built.
 
-    Axes: B examples, T positions, V vocabulary, F features
+Axes: B examples, T positions, V vocabulary, F features
 """
 
 from __future__ import annotations
@@ -68,14 +68,19 @@ def _lookup(
         )
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
-    return _Lookup.apply(input, weight.detach(), call.capture.anchor, padding_idx, site)  # type: ignore[no-any-return] # reason: torch leaves apply untyped
+    return _Lookup.apply(input, weight.detach(), call.capture.anchor, padding_idx, site)
 
 
 @rule(Tensor.__getitem__)
 def index_rows(call: Call) -> Tensor:
     """`weight[index]` with an integer tensor of examples."""
     weight, index = call.args
-    if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32) or weight.dim() != 2 or not call.capture.is_weight(weight):
+    if (
+        not isinstance(index, Tensor)
+        or index.dtype not in (torch.int64, torch.int32)
+        or weight.dim() != 2
+        or not call.capture.is_weight(weight)
+    ):
         return by_example(call)
     return _lookup(call, torch.where(index < 0, index + weight.shape[0], index), weight)
 
@@ -84,7 +89,14 @@ ROW_REPLAYS.add(embedding)
 
 
 @guard(F.embedding)
-def refuse_renormalisation(input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None, *_: object, **__: object) -> None:  # noqa: A002 - torch's name
+def refuse_renormalisation(
+    input: Tensor,  # noqa: A002 - torch's name
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    *_: object,
+    **__: object,
+) -> None:
     """Refuse a table that a batch rescales in place, trained or frozen."""
     if max_norm is not None:
         raise UnsupportedLayerError(

@@ -226,8 +226,8 @@ def _gram_chunk(parts: Sequence[Outer]) -> Float[Tensor, " B"]:
             term = torch.linalg.vecdot(gram_rows.flatten(1), gram_cols.flatten(1)) * (1.0 if i == j else 2.0)
             squares = term if squares is None else squares + term
     if squares is None or lengths is None:
-        raise ValueError("gram_squared_norms was given no parts - a norm needs at least one use of the parameter. Pass every recorded use.")
-    # PRIVACY: terms of opposite sign cancel, and rounding may leave less than the true norm, which would raise the bound; the margin only clips more.
+        raise ValueError("gram_squared_norms was given no parts. A norm needs at least one use of the parameter. Pass every recorded use.")
+    # PRIVACY: terms of opposite sign cancel, and rounding may leave less than the true norm; the margin can only clip more.
     return squares.clamp_min(0.0) + 8.0 * torch.finfo(squares.dtype).eps * lengths.square()
 
 

@@ -62,7 +62,7 @@ class _Replay:
         for place, tensor in zip(self._places, tensors, strict=True):
             flat[place] = tensor
         args, kwargs = pytree.tree_unflatten(flat, self._spec)
-        return self._function(*args, **kwargs)  # type: ignore[no-any-return] # reason: outputs are checked by the caller
+        return self._function(*args, **kwargs)
 
     def num_rows(self) -> int:
         sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor, data in zip(self.tensors, self._is_data, strict=True) if data}
@@ -79,7 +79,9 @@ class _Replay:
         # PRIVACY: only an operation that gives an example the same row alone as in its batch has a gradient per example.
         if bool((torch.stack(distances) > _TOLERANCE).any()):
             self._refuse("gives an example another result alone than in its batch, so it mixes examples or draws random numbers")
-        return [torch.cat(parts) if data else torch.stack(parts) for data, parts in zip(self._is_data, zip(*rows, strict=True), strict=True)]
+        return [
+            torch.cat(parts) if data else torch.stack(parts) for data, parts in zip(self._is_data, zip(*rows, strict=True), strict=True)
+        ]
 
     def _row(self, tensors: Sequence[Tensor], backprops: Tensor, b: int) -> tuple[Tensor, list[Tensor]]:
         """Return the operation's output for row `b` alone, and the gradients of its arguments."""
@@ -135,10 +137,13 @@ def by_example(call: Call) -> Tensor:
             "Every data argument needs the examples on its first axis. "
             "Rewrite the operation so, or freeze the parameter with requires_grad_(False)."
         )
-    output = _ByExample.apply(replay, call.capture.anchor, *[_plain(tensor, site) for tensor, site in zip(replay.tensors, replay.sites, strict=True)])
+    output = _ByExample.apply(
+        replay, call.capture.anchor, *[_plain(tensor, site) for tensor, site in zip(replay.tensors, replay.sites, strict=True)]
+    )
     if not isinstance(output, Tensor) or output.dim() == 0 or output.shape[0] != num_rows:
         raise UnsupportedLayerError(
-            f"{replay.labels} took part in {replay.name}, whose result does not have one row per example, so no per-example gradient is known. "
+            f"{replay.labels} took part in {replay.name}, whose result does not have one row per example, "
+            "so no per-example gradient is known. "
             "A layer must keep the examples on the first axis. "
             "Rewrite the operation so, or freeze the parameter with requires_grad_(False)."
         )

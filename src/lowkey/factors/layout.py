@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage] # reason: the only common base of all batch norms
 
 from lowkey.errors import ConfigError, UnsupportedLayerError
 
@@ -66,12 +67,18 @@ def select(model: nn.Module, trainable: Selection) -> dict[str, nn.Parameter]:
             )
         chosen = {name: everything[name] for name in trainable}
     if not chosen:
-        raise ConfigError("no parameter is trainable. A private step needs at least one. Set requires_grad=True, or pass trainable=[names].")
+        raise ConfigError(
+            "no parameter is trainable. A private step needs at least one. Set requires_grad=True, or pass trainable=[names]."
+        )
     for name, parameter in chosen.items():
         if not parameter.is_floating_point():
-            raise ConfigError(f"'{name}' has dtype {parameter.dtype}. Only floating-point parameters can be trained. Leave it out of trainable.")
+            raise ConfigError(
+                f"'{name}' has dtype {parameter.dtype}. Only floating-point parameters can be trained. Leave it out of trainable."
+            )
         if parameter.device.type == "meta":
-            raise ConfigError(f"'{name}' is on the meta device and holds no values. Materialise the model first, with model.to_empty() and its weights.")
+            raise ConfigError(
+                f"'{name}' is on the meta device and holds no values. Materialise the model first, with model.to_empty() and its weights."
+            )
     return chosen
 
 
@@ -90,6 +97,8 @@ def describe(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[s
 
 
 def _kind(module: nn.Module, parameter: nn.Parameter) -> Kind:
+    if isinstance(module, nn.MultiheadAttention | nn.RNNBase | nn.RNNCellBase):
+        return Kind.OUTPUT_FIRST if parameter.dim() == 2 else Kind.OTHER
     if parameter is not getattr(module, "weight", None) or parameter.dim() < 2:
         return Kind.OTHER
     if isinstance(module, nn.Linear):
@@ -105,13 +114,13 @@ def refuse_coupling(model: nn.Module) -> None:
     """Refuse modules that mix examples, by name, before anything is spent."""
     for name, module in model.named_modules():
         kind = type(module).__name__
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:  # pyright: ignore[reportPrivateUsage] # reason: the only common base of all batch norms
+        if isinstance(module, _BatchNorm) and module.training:
             raise UnsupportedLayerError(
                 f"'{name}' is {kind}, which mixes examples, so no per-example gradient exists. "
                 f"Each example's gradient must depend on that example alone. "
                 f"Replace it with GroupNorm, or freeze it: call '{name}'.eval() after every model.train()."
             )
-        if getattr(module, "track_running_stats", False) and not isinstance(module, nn.modules.batchnorm._BatchNorm):  # pyright: ignore[reportPrivateUsage] # reason: as above
+        if getattr(module, "track_running_stats", False) and not isinstance(module, _BatchNorm):
             raise UnsupportedLayerError(
                 f"'{name}' is {kind} with track_running_stats=True, which writes statistics of the batch into the model without noise. "
                 "A buffer may hold no private data. Build it with track_running_stats=False."

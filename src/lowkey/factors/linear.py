@@ -1,6 +1,6 @@
 """Linear layers: `F.linear`, `torch.addmm` (Hugging Face's Conv1D), and a matrix product with a weight on either side.
 
-    Axes: B examples, ... positions, I inputs, O outputs
+Axes: B examples, ... positions, I inputs, O outputs
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, kept: Tensor | None, anchor: Tensor, sites: tuple[Site | None, Site | None]
+        ctx: Any,
+        inputs: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        kept: Tensor | None,
+        anchor: Tensor,
+        sites: tuple[Site | None, Site | None],
     ) -> Tensor:
         ctx.sites = sites
         ctx.save_for_backward(weight, kept)
@@ -55,7 +61,7 @@ def linear(call: Call) -> Tensor:
 ROW_REPLAYS.add(linear)
 
 
-def _bind_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:  # noqa: A002 - torch's name
+def _bind_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
     return input, weight, bias
 
 
@@ -67,7 +73,7 @@ def _apply(call: Call, inputs: Tensor, weight: Tensor, bias: Tensor | None, turn
     bias_site = None if bias is None else call.capture.site(bias)
     kept = None if site is None else site.keep(inputs, Axis.COLS)
     plain = weight.detach().T if turn else weight.detach()
-    return _Product.apply(inputs, plain, None if bias is None else bias.detach(), kept, call.capture.anchor, (site, bias_site))  # type: ignore[no-any-return] # reason: torch leaves apply untyped
+    return _Product.apply(inputs, plain, None if bias is None else bias.detach(), kept, call.capture.anchor, (site, bias_site))
 
 
 @rule(torch.addmm, Tensor.addmm)
@@ -86,5 +92,3 @@ def matmul(call: Call) -> Tensor:
     if call.kwargs or right.dim() != 2 or left.dim() < 2 or not call.capture.is_data(left) or call.capture.is_data(right):
         return by_example(call)
     return _apply(call, left, right, None, turn=True)
-
-

@@ -1,10 +1,11 @@
 """Normalisation layers: statistics of one example, then a scale and a shift.
 
-    Axes: B examples, ... positions, C channels
+Axes: B examples, ... positions, C channels
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -26,7 +27,9 @@ class _LayerNorm(torch.autograd.Function):
     """Layer norm that keeps its input alone, as torch's own does."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor | None, bias: Tensor | None, anchor: Tensor, shape: list[int], eps: float, sites: _Sites) -> Tensor:
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor | None, bias: Tensor | None, anchor: Tensor, shape: list[int], eps: float, sites: _Sites
+    ) -> Tensor:
         output, mean, rstd = torch.native_layer_norm(inputs, shape, weight, bias, eps)
         ctx.shape, ctx.sites = shape, sites
         ctx.save_for_backward(inputs, mean, rstd, weight, bias)
@@ -37,23 +40,32 @@ class _LayerNorm(torch.autograd.Function):
     def backward(ctx: Any, backprops: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override] # reason: torch types it with *args
         inputs, mean, rstd, weight, bias = ctx.saved_tensors
         weight_site, bias_site = ctx.sites
-        rows = backprops.shape[0]
         if weight_site is not None:
-            scaled = widen((inputs - mean).mul_(rstd).mul_(backprops))
-            weight_site.record_dense(scaled.reshape(rows, -1, *ctx.shape).sum(1))
+            weight_site.record_dense(_sum_positions((inputs - mean).mul_(backprops), rstd, ctx.shape))
         if bias_site is not None:
-            bias_site.record_dense(widen(backprops).reshape(rows, -1, *ctx.shape).sum(1))
+            bias_site.record_dense(_sum_positions(backprops, torch.ones_like(rstd), ctx.shape))
         gradient = None
         if ctx.needs_input_grad[0]:
-            gradient = torch.ops.aten.native_layer_norm_backward(backprops, inputs, ctx.shape, mean, rstd, weight, bias, [True, False, False])[0]
+            gradient = torch.ops.aten.native_layer_norm_backward(
+                backprops, inputs, ctx.shape, mean, rstd, weight, bias, [True, False, False]
+            )[0]
         return gradient, None, None, None, None, None, None
+
+
+def _sum_positions(values: Tensor, weights: Tensor, shape: list[int]) -> Tensor:
+    """Return each row's `sum_t weights_t values_t`; as a matrix product it is one pass over memory."""
+    rows = len(values)
+    values, weights = widen(values).reshape(rows, -1, math.prod(shape)), widen(weights).reshape(rows, 1, -1)
+    return (weights.to(values.dtype) @ values).reshape(rows, *shape)
 
 
 class _GroupNorm(torch.autograd.Function):
     """Group norm that keeps its input alone, as torch's own does."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor | None, bias: Tensor | None, anchor: Tensor, groups: int, eps: float, sites: _Sites) -> Tensor:
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor | None, bias: Tensor | None, anchor: Tensor, groups: int, eps: float, sites: _Sites
+    ) -> Tensor:
         ctx.sizes = (inputs.shape[0], inputs.shape[1], inputs[0, 0].numel(), groups)
         output, mean, rstd = torch.native_group_norm(inputs, weight, bias, *ctx.sizes, eps)
         ctx.sites = sites
@@ -76,7 +88,9 @@ class _GroupNorm(torch.autograd.Function):
             bias_site.record_dense(shift)
         gradient = None
         if ctx.needs_input_grad[0]:
-            gradient = torch.ops.aten.native_group_norm_backward(backprops.contiguous(), inputs, mean, rstd, weight, *ctx.sizes, [True, False, False])[0]
+            gradient = torch.ops.aten.native_group_norm_backward(
+                backprops.contiguous(), inputs, mean, rstd, weight, *ctx.sizes, [True, False, False]
+            )[0]
         return gradient, None, None, None, None, None, None
 
 
@@ -99,11 +113,19 @@ def layer_norm(call: Call) -> Tensor:
 
 
 def _layer_norm(
-    call: Call, input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, cudnn_enable: bool = True  # noqa: A002 - torch's name
+    call: Call,
+    input: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
 ) -> Tensor:
     if not call.capture.is_data(input):
         return by_example(call)
-    return _LayerNorm.apply(_full_precision(input), _plain(weight), _plain(bias), call.capture.anchor, list(normalized_shape), eps, _sites(call, weight, bias))  # type: ignore[no-any-return] # reason: torch leaves apply untyped
+    return _LayerNorm.apply(
+        _full_precision(input), _plain(weight), _plain(bias), call.capture.anchor, list(normalized_shape), eps, _sites(call, weight, bias)
+    )
 
 
 @rule(F.group_norm, torch.group_norm)
@@ -113,12 +135,18 @@ def group_norm(call: Call) -> Tensor:
 
 
 def _group_norm(
-    call: Call, input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, cudnn_enabled: bool = True  # noqa: A002 - torch's name
+    call: Call,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
 ) -> Tensor:
     if not call.capture.is_data(input):
         return by_example(call)
     inputs = _full_precision(input).contiguous()
-    return _GroupNorm.apply(inputs, _plain(weight), _plain(bias), call.capture.anchor, num_groups, eps, _sites(call, weight, bias))  # type: ignore[no-any-return] # reason: torch leaves apply untyped
+    return _GroupNorm.apply(inputs, _plain(weight), _plain(bias), call.capture.anchor, num_groups, eps, _sites(call, weight, bias))
 
 
 @rule(F.rms_norm, torch.rms_norm)
@@ -127,7 +155,7 @@ def rms_norm(call: Call) -> Tensor:
     return _rms_norm(call, *call.args, **call.kwargs)
 
 
-def _rms_norm(call: Call, input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:  # noqa: A002 - torch's name
+def _rms_norm(call: Call, input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     if weight is None or not call.capture.is_data(input):
         return by_example(call)
     scale = per_example(call.capture, weight, input.shape[0], input.dim())
@@ -151,7 +179,7 @@ def batch_norm(call: Call) -> Tensor:
 def _per_channel(
     call: Call,
     function: Any,
-    input: Tensor,  # noqa: A002 - torch's name
+    input: Tensor,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
     weight: Tensor | None = None,
@@ -174,7 +202,14 @@ def _per_channel(
 
 @guard(F.batch_norm)
 def refuse_batch_statistics(
-    input: Tensor, running_mean: object, running_var: object, weight: object = None, bias: object = None, training: bool = False, *_: object, **__: object  # noqa: A002 - torch's name
+    input: Tensor,
+    running_mean: object,
+    running_var: object,
+    weight: object = None,
+    bias: object = None,
+    training: bool = False,
+    *_: object,
+    **__: object,
 ) -> None:
     """Refuse statistics over the batch."""
     if training:
@@ -187,7 +222,14 @@ def refuse_batch_statistics(
 
 @guard(F.instance_norm)
 def refuse_running_statistics(
-    input: Tensor, running_mean: object = None, running_var: object = None, weight: object = None, bias: object = None, use_input_stats: bool = True, *_: object, **__: object  # noqa: A002 - torch's name
+    input: Tensor,
+    running_mean: object = None,
+    running_var: object = None,
+    weight: object = None,
+    bias: object = None,
+    use_input_stats: bool = True,
+    *_: object,
+    **__: object,
 ) -> None:
     """Refuse running statistics that a batch would update."""
     if use_input_stats and running_mean is not None:

@@ -57,7 +57,9 @@ class Grape:
         for name in ("rank", "refresh_every"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name}={value!r} is not a count. It must be a whole number of at least 1. The paper uses rank=16, refresh_every=100.")
+                raise ConfigError(
+                    f"{name}={value!r} is not a count. It must be a whole number of at least 1. The paper uses rank=16, refresh_every=100."
+                )
         for name, choices in (("side", Side), ("distribution", Distribution), ("on_refresh", OnRefresh)):
             object.__setattr__(self, name, _choice(name, getattr(self, name), choices))
 
@@ -77,7 +79,9 @@ def _choice(name: str, value: object, choices: type[Enum]) -> Enum:
         return choices(value)
     except ValueError:
         options = ", ".join(repr(choice.value) for choice in choices)
-        raise ConfigError(f"{name}={value!r} is not known. It must be one of {options}. Pass one of these, or the member of {choices.__name__}.") from None
+        raise ConfigError(
+            f"{name}={value!r} is not known. It must be one of {options}. Pass one of these, or the member of {choices.__name__}."
+        ) from None
 
 
 class _GrapeStrategy:
@@ -114,7 +118,9 @@ class _GrapeStrategy:
         key = (self._start.seed, self._window, spec.owner, width)
         twin = drawn.get(key)
         distribution = Distribution(self._method.distribution)
-        matrix = twin.matrix if twin else draw_basis(distribution, width, self._method.rank, key).to(weight.device, wide_dtype(weight.dtype))
+        matrix = (
+            twin.matrix if twin else draw_basis(distribution, width, self._method.rank, key).to(weight.device, wide_dtype(weight.dtype))
+        )
         sketch = OneSided(spec.name, spec.shape, axis, matrix, Provenance.RANDOM)
         drawn.setdefault(key, sketch)
         return sketch

@@ -109,11 +109,13 @@ class Slots:
                 value.zero_()
         elif policy is OnRefresh.ROTATE:
             rotation = earlier.rotation_to(later)
-            for key in moments.keys() & _SIGNED_MOMENTS if rotation is not None else ():
+            if rotation is None:
+                return
+            for key in moments.keys() & _SIGNED_MOMENTS:
                 moments[key].copy_(earlier.rotate(moments[key], rotation))
 
 
-_SIGNED_MOMENTS = {"exp_avg", "momentum_buffer", "mu_product", "prev"}
+_SIGNED_MOMENTS = {"exp_avg", "momentum_buffer"}
 """State entries that transform like a gradient; squares do not rotate."""
 
 
@@ -134,7 +136,9 @@ def _build(factory: OptimizerFactory, slots: Mapping[str, nn.Parameter], groups:
             "Pass functools.partial(torch.optim.AdamW, lr=1e-3)."
         )
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigError("LBFGS evaluates the loss several times in a step, and each one would be a release. A step is one release. Use SGD or Adam.")
+        raise ConfigError(
+            "LBFGS evaluates the loss several times in a step, and each one would be a release. A step is one release. Use SGD or Adam."
+        )
     stepped = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
     missing = [name for name, slot in slots.items() if id(slot) not in stepped]
     if missing or len(stepped) != len(slots):

@@ -39,10 +39,9 @@ class ClippedSum:
 
     def add(self, per_example: PerExample[Factor]) -> None:
         """Clip every example of a microbatch and add it; the microbatch is consumed, block by block."""
-        factors = dict(per_example._blocks)
-        per_example._blocks = {}
+        factors, batch_size = _open(per_example)
         # PRIVACY: one joint norm over every trained coordinate; clipping blocks apart would allow sqrt(number of blocks) times the bound.
-        squares = self._squared_norms(factors, per_example._batch_size)
+        squares = self._squared_norms(factors, batch_size)
         finite = torch.isfinite(squares)
         if not bool(finite.all()):
             # PRIVACY: an example that is not finite contributes exactly zero, and nothing else changes.
@@ -68,6 +67,15 @@ class ClippedSum:
         if name not in self._total:
             self._total[name] = torch.zeros(self._shapes[name], dtype=self._dtype, device=self._device)
         return self._total[name]
+
+
+def _open(per_example: PerExample[Factor]) -> tuple[dict[str, Factor], int]:
+    """Take a microbatch's factors out, leaving it empty."""
+    # PRIVACY: the only place where per-example values are read; what leaves this file is a clipped sum.
+    blocks = dict(per_example._blocks)  # pyright: ignore[reportPrivateUsage] # reason: release opens what it bounds
+    batch_size = per_example._batch_size  # pyright: ignore[reportPrivateUsage] # reason: release opens what it bounds
+    per_example._blocks = {}  # pyright: ignore[reportPrivateUsage] # reason: release opens what it bounds
+    return blocks, batch_size
 
 
 def clip_weights(squares: Float[Tensor, " B"], finite: Bool[Tensor, " B"], clip_norm: float) -> Float[Tensor, " B"]:

@@ -26,13 +26,12 @@ def release_gaussian(sensitive: Sensitive, noise_multiplier: float, expected_bat
     Assumes:
         The result is used once per `step`, and the ledger has been charged before.
     """
+    blocks = sensitive._blocks  # pyright: ignore[reportPrivateUsage] # reason: this is where a sum is opened, to be noised
     # PRIVACY: noise goes on the sum, in proportion to what one example can add to it, before any division.
     noise_std = noise_multiplier * sensitive.l2_bound if noise_multiplier else 0.0
-    for index, block in enumerate(sensitive._blocks.values()):
+    for index, block in enumerate(blocks.values()):
         if noise_std:
             source.add_(block, noise_std, step=step, index=index)
         # PRIVACY: divide by the expected size; the drawn size is itself private.
         block.div_(expected_batch_size)
-    return Released(
-        blocks=sensitive._blocks, noise_std=noise_std / expected_batch_size, l2_bound=sensitive.l2_bound / expected_batch_size, step=step
-    )
+    return Released(blocks=blocks, noise_std=noise_std / expected_batch_size, l2_bound=sensitive.l2_bound / expected_batch_size, step=step)

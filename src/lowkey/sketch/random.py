@@ -1,6 +1,6 @@
 """Random sketches of one side of a matrix, redrawn from a seed.
 
-    Axes: B examples, R rows and C columns of the parameter seen as a matrix, K kept columns of the basis
+Axes: B examples, R rows and C columns of the parameter seen as a matrix, K kept columns of the basis
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def draw_basis(distribution: Distribution, width: int, rank: int, key: tuple[obj
     Guarantee:
         Independent of every batch and of every noise key: the seed is public and of this module only.
     """
-    # PRIVACY: the projection's key never comes from, and never becomes, a noise key; sharing one would make the noise a multiple of the basis.
+    # PRIVACY: the projection's key is never a noise key; sharing one would make the noise a multiple of the basis.
     digest = hashlib.blake2b(repr(key).encode(), digest_size=16, person=b"lowkey-basis").digest()
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
     if distribution is Distribution.RADEMACHER:
