@@ -41,7 +41,7 @@ class Settings:
 class Worker:
     """A process that holds one contender; it works only while it has its turn.
 
-    Life cycle: `turn` as often as wanted, then `close`; or `with`.
+    Life cycle: `wait`, then `turn` as often as wanted, then `close`; or `with`.
     """
 
     def __init__(self, workload: str, contender: str, settings: Settings, environment: dict[str, str] | None = None) -> None:
@@ -54,8 +54,11 @@ class Worker:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8", env={**os.environ, **chosen, **(environment or {})}
         )
-        ready = self._read()
-        self.idle, self.trained = ready["idle"], ready["trained"]
+        self.idle = 0
+
+    def wait(self) -> None:
+        """Return when it is ready for its first turn."""
+        self.idle = self._read()["idle"]
 
     def turn(self) -> Turn:
         """Let it take one step."""
@@ -84,27 +87,6 @@ class Worker:
         return json.loads(line)
 
 
-def measure_time(workload: str, contenders: Sequence[str], settings: Settings) -> dict[str, list[Turn]]:
-    """Give every contender its turn in each round, starting with another one each time."""
-    workers: dict[str, Worker] = {}
-    turns: dict[str, list[Turn]] = {name: [] for name in contenders}
-    try:
-        for name in contenders:
-            workers[name] = Worker(workload, name, settings)
-            for _ in range(settings.warm_up):
-                workers[name].turn()
-        for round_number in range(settings.rounds):
-            shift = round_number % len(contenders)
-            for name in [*contenders[shift:], *contenders[:shift]]:
-                taken = [workers[name].turn() for _ in range(WORKLOADS[workload].steps_per_turn)]
-                # The first steps of a turn bring the contender's memory back into the caches.
-                turns[name].append(taken[-1])
-    finally:
-        for worker in workers.values():
-            worker.close()
-    return turns
-
-
 @dataclass(frozen=True, kw_only=True)
 class Memory:
     """What a contender holds above the idle process, in bytes.
@@ -124,9 +106,52 @@ class Memory:
         """The most that any step took above idle."""
         return max(self.first, self.later)
 
+    @classmethod
+    def from_peaks(cls, idle: int, peaks: Sequence[int]) -> Self:
+        """Sum up the peaks of consecutive steps, the first step's first."""
+        above = [peak - idle for peak in peaks]
+        return cls(idle=idle, first=above[0], later=max(above[1:], default=above[0]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Race:
+    """What the turns of one workload gave.
+
+    Fields:
+        turns: Each contender's turns, one for each round.
+        memory: Peaks over all steps, warm-up included, under whatever allocator the process has.
+    """
+
+    turns: dict[str, list[Turn]]
+    memory: dict[str, Memory]
+
+
+def measure_time(workload: str, contenders: Sequence[str], settings: Settings) -> Race:
+    """Give every contender its turn in each round, starting with another one each time."""
+    workers: dict[str, Worker] = {}
+    turns: dict[str, list[Turn]] = {name: [] for name in contenders}
+    peaks: dict[str, list[int]] = {name: [] for name in contenders}
+    try:
+        workers = {name: Worker(workload, name, settings) for name in contenders}
+        for worker in workers.values():
+            worker.wait()
+        for name in contenders:
+            peaks[name] += [workers[name].turn().peak for _ in range(settings.warm_up)]
+        for round_number in range(settings.rounds):
+            shift = round_number % len(contenders)
+            for name in [*contenders[shift:], *contenders[:shift]]:
+                # The first steps of a turn bring the contender's memory back into the caches.
+                taken = [workers[name].turn() for _ in range(WORKLOADS[workload].steps_per_turn)]
+                turns[name].append(taken[-1])
+                peaks[name] += [turn.peak for turn in taken]
+    finally:
+        for worker in workers.values():
+            worker.close()
+    return Race(turns=turns, memory={name: Memory.from_peaks(workers[name].idle, peaks[name]) for name in contenders})
+
 
 def measure_memory(workload: str, contender: str, settings: Settings) -> Memory:
     """Run a few steps in a process of their own and return the peaks."""
     with Worker(workload, contender, settings, MEMORY_ENVIRONMENT) as worker:
-        peaks = [worker.turn().peak - worker.idle for _ in range(settings.memory_steps)]
-    return Memory(idle=worker.idle, first=peaks[0], later=max(peaks[1:], default=peaks[0]))
+        worker.wait()
+        return Memory.from_peaks(worker.idle, [worker.turn().peak for _ in range(settings.memory_steps)])

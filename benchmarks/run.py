@@ -21,7 +21,7 @@ from typing import Any
 
 from contenders import CONTENDERS, REFERENCES
 from machine import describe_machine
-from measuring import Settings, measure_memory, measure_time
+from measuring import Race, Settings, measure_memory, measure_time
 from tables import summarise, table
 from workloads import WORKLOADS
 
@@ -48,8 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure(workload: str, options: argparse.Namespace, settings: Settings) -> dict[str, Any]:
-    turns = {} if options.skip_time else measure_time(workload, options.contenders, settings)
-    memory = {} if options.skip_memory else {name: measure_memory(workload, name, settings) for name in options.contenders}
+    race = Race(turns={}, memory={}) if options.skip_time else measure_time(workload, options.contenders, settings)
+    turns, memory = race.turns, race.memory
+    if options.skip_memory:
+        memory = {}
+    elif settings.device == "cpu" or options.skip_time:
+        # A graphics card counts its own allocations, so there the turns have told; here the allocator must be set for it.
+        memory = {name: measure_memory(workload, name, settings) for name in options.contenders}
     return {
         "title": WORKLOADS[workload].title,
         "time": {name: [asdict(turn) for turn in taken] for name, taken in turns.items()},
