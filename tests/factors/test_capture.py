@@ -118,9 +118,20 @@ def _checkpointed_use_of_its_own_weight(m: Any, x: Tensor) -> Tensor:
 
 
 FUNCTIONS = [
-    _written_through_a_view, _written_by_index, _written_as_output, _written_through_data, _without_grad_halfway, _detached, _data_through_a_function,
-    _positions_made_from_the_input, _positions_like_the_input, _positions_of_the_batch, _two_branches, _rows_folded, _checkpointed_use_of_its_own_weight,
-]  # fmt: skip
+    _written_through_a_view,
+    _written_by_index,
+    _written_as_output,
+    _written_through_data,
+    _without_grad_halfway,
+    _detached,
+    _data_through_a_function,
+    _positions_made_from_the_input,
+    _positions_like_the_input,
+    _positions_of_the_batch,
+    _two_branches,
+    _rows_folded,
+    _checkpointed_use_of_its_own_weight,
+]
 
 
 class Doubled(torch.autograd.Function):
@@ -192,7 +203,11 @@ def test_positions_in_a_checkpoint_are_no_examples(use_reentrant: bool) -> None:
             self.inner = Apply(_positions_of_the_batch)
 
         def forward(self, x: Tensor) -> Tensor:
-            return x @ torch.arange(9.0).reshape(FEATURES, FEATURES) + F.linear(torch.eye(FEATURES)[None, :1], self.inner.layer.weight) + self.inner(x)
+            return (
+                x @ torch.arange(9.0).reshape(FEATURES, FEATURES)
+                + F.linear(torch.eye(FEATURES)[None, :1], self.inner.layer.weight)
+                + self.inner(x)
+            )
 
     class Outer(nn.Module):
         use_reentrant = False

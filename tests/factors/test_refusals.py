@@ -98,7 +98,7 @@ def test_a_loss_that_mixes_examples_is_refused(losses: Losses) -> None:
 def test_positions_on_the_first_axis_are_refused(positions: int) -> None:
     model = nn.TransformerEncoderLayer(FEATURES, 2, 8, 0.0)
     x = torch.randn(positions, EXAMPLES, FEATURES)
-    with pytest.raises((lk.ShapeError, lk.UnsupportedLayerError), match="[Ff]irst axis"):
+    with pytest.raises((lk.ShapeError, lk.UnsupportedLayerError), match=r"[Ff]irst axis"):
         backward(model, x, lambda m, value: m(value).square().sum((0, 2)))
 
 
@@ -228,7 +228,9 @@ class Rounded(torch.autograd.Function):
         return gradient
 
 
-@pytest.mark.parametrize("use", [lambda m, x: Scaled.apply(x, m.scale), lambda m, x: x * Rounded.apply(m.scale)], ids=["with data", "alone"])
+@pytest.mark.parametrize(
+    "use", [lambda m, x: Scaled.apply(x, m.scale), lambda m, x: x * Rounded.apply(m.scale)], ids=["with data", "alone"]
+)
 def test_a_weight_inside_a_custom_function_is_refused_and_leaves_no_raw_gradient(use: Callable[[Any, Tensor], Tensor]) -> None:
     model = Apply(after=use)
     with pytest.raises(lk.UnsupportedLayerError, match=r"'scale' was used where lowkey cannot see it"):
@@ -252,7 +254,11 @@ def test_data_written_into_a_derived_weight_is_refused() -> None:
         backward(Apply(after=write), rows())
 
 
-@pytest.mark.parametrize("losses", [lambda m, x: m(x).square().sum(), lambda m, x: m(x), lambda m, x: m(x).detach().sum(1)], ids=["summed", "per feature", "detached"])
+@pytest.mark.parametrize(
+    "losses",
+    [lambda m, x: m(x).square().sum(), lambda m, x: m(x), lambda m, x: m(x).detach().sum(1)],
+    ids=["summed", "per feature", "detached"],
+)
 def test_losses_that_are_not_one_per_example_are_refused(losses: Losses) -> None:
     with pytest.raises(lk.ShapeError):
         backward(Apply(), rows(), losses)

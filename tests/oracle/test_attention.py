@@ -60,7 +60,9 @@ def padding(num_keys: int) -> Tensor:
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("options", [{}, {"bias": False}, {"add_bias_kv": True}, {"add_zero_attn": True}, {"add_bias_kv": True, "add_zero_attn": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"bias": False}, {"add_bias_kv": True}, {"add_zero_attn": True}, {"add_bias_kv": True, "add_zero_attn": True}], ids=str
+)
 @pytest.mark.parametrize("call", [{}, {"need_weights": False}, {"average_attn_weights": False}], ids=str)
 def test_self_attention_matches_the_loop(batch_first: bool, options: dict[str, Any], call: dict[str, Any]) -> None:
     assert_caught(Attend(call, batch_first=batch_first, **options), losses, itself())
@@ -87,7 +89,9 @@ CAUSAL = nn.Transformer.generate_square_subsequent_mask(QUERIES, dtype=torch.flo
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("options", [{}, {"add_bias_kv": True, "add_zero_attn": True}], ids=str)
 @pytest.mark.parametrize("has_padding", [True, False])
-@pytest.mark.parametrize("mask", [None, CAUSAL, CAUSAL.isinf(), CAUSAL.isinf().expand(EXAMPLES * HEADS, -1, -1)], ids=["none", "float", "bool", "per head"])
+@pytest.mark.parametrize(
+    "mask", [None, CAUSAL, CAUSAL.isinf(), CAUSAL.isinf().expand(EXAMPLES * HEADS, -1, -1)], ids=["none", "float", "bool", "per head"]
+)
 def test_masked_attention_gives_torchs_outputs_and_the_loops_gradients(
     need_weights: bool, options: dict[str, Any], has_padding: bool, mask: Tensor | None
 ) -> None:
@@ -162,7 +166,10 @@ def watched_output(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 LAYERS = [
     pytest.param(lambda **options: nn.TransformerEncoderLayer(FEATURES, HEADS, 8, 0.0, batch_first=True, **options), id="encoder"),
-    pytest.param(lambda **options: nn.TransformerEncoderLayer(FEATURES, HEADS, 8, 0.0, "gelu", batch_first=True, norm_first=True, **options), id="norm first"),
+    pytest.param(
+        lambda **options: nn.TransformerEncoderLayer(FEATURES, HEADS, 8, 0.0, "gelu", batch_first=True, norm_first=True, **options),
+        id="norm first",
+    ),
 ]
 
 

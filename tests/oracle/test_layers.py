@@ -56,6 +56,9 @@ def volume() -> Tensor:
     return torch.randn(EXAMPLES, 2, 4, 5, 4)
 
 
+DISTANCES = torch.arange(POSITIONS)[:, None] - torch.arange(POSITIONS) + 3
+
+
 class Apply(nn.Module):
     """A function of (parameters by name, input)."""
 
@@ -144,7 +147,10 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "scalar temperature": (lambda: Apply(lambda m, x: x * m.t.exp(), t=()), sequence),
     "scale of positions": (lambda: Apply(lambda m, x: x * m.scale[:, None], scale=(POSITIONS,)), sequence),
     "class token": (lambda: Apply(lambda m, x: torch.cat([m.token.expand(len(x), -1, -1), x], 1), token=(1, 1, FEATURES)), sequence),
-    "class token, repeated": (lambda: Apply(lambda m, x: torch.cat([x, m.token.repeat(len(x), 1, 1)], dim=1), token=(1, 1, FEATURES)), sequence),
+    "class token, repeated": (
+        lambda: Apply(lambda m, x: torch.cat([x, m.token.repeat(len(x), 1, 1)], dim=1), token=(1, 1, FEATURES)),
+        sequence,
+    ),
     "class token, tiled": (lambda: Apply(lambda m, x: torch.cat([m.token.tile(len(x), 1, 1), x], 1), token=(1, 1, FEATURES)), sequence),
     "class token, expanded like": (lambda: Apply(lambda m, x: m.token.expand_as(x) + x, token=(1, 1, FEATURES)), sequence),
     "prompt": (lambda: Apply(lambda m, x: torch.cat([m.prompt[None].expand(len(x), -1, -1), x], 1), prompt=(3, FEATURES)), sequence),
@@ -183,7 +189,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "cast to the input": (lambda: Apply(lambda m, x: F.linear(x, m.w.to(x)) + m.b.type_as(x), w=(3, FEATURES), b=(3,)), sequence),
     "distances": (lambda: Apply(lambda m, x: torch.cdist(x, m.centre[None]), centre=(3, FEATURES)), sequence),
     "relative positions": (
-        lambda: Apply(lambda m, x: x @ x.mT + F.embedding(torch.arange(POSITIONS)[:, None] - torch.arange(POSITIONS) + 3, m.w)[..., 0], w=(7, 1)),
+        lambda: Apply(lambda m, x: x @ x.mT + F.embedding(DISTANCES, m.w)[..., 0], w=(7, 1)),
         sequence,
     ),
     "constant expanded to the batch": (

@@ -151,7 +151,9 @@ def test_model_matches_the_loop(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "vit"])
-@pytest.mark.parametrize("shape", [(POSITIONS, POSITIONS), (1, POSITIONS), (2 * POSITIONS, POSITIONS)], ids=["as many", "one", "twice as many"])
+@pytest.mark.parametrize(
+    "shape", [(POSITIONS, POSITIONS), (1, POSITIONS), (2 * POSITIONS, POSITIONS)], ids=["as many", "one", "twice as many"]
+)
 def test_positions_are_never_taken_for_examples(name: str, shape: tuple[int, int]) -> None:
     make, draw = MODELS[name]
     assert_caught(in_double(make), losses, draw(*shape), 1e-6)
@@ -171,7 +173,9 @@ def test_batches_of_changing_size_run_through_one_attachment(name: str) -> None:
 
 # The method has two names in version 5, and only the older one takes use_reentrant.
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
-@pytest.mark.parametrize(("name", "use_reentrant"), [(name, way) for name in MODELS for way in (True, False) if (name, way) != ("t5", True)])
+@pytest.mark.parametrize(
+    ("name", "use_reentrant"), [(name, way) for name in MODELS for way in (True, False) if (name, way) != ("t5", True)]
+)
 def test_checkpointed_model_matches_the_loop(name: str, use_reentrant: bool) -> None:
     make, draw = MODELS[name]
     model = in_double(make)

@@ -80,7 +80,9 @@ SHAPES = [{}, {"num_layers": 2}, {"bidirectional": True}, {"num_layers": 2, "bid
 @pytest.mark.parametrize(("kind", "options"), KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_recurrent_layer_matches_the_loop_and_torch(kind: type[nn.RNNBase], options: dict[str, Any], shape: dict[str, Any], batch_first: bool) -> None:
+def test_recurrent_layer_matches_the_loop_and_torch(
+    kind: type[nn.RNNBase], options: dict[str, Any], shape: dict[str, Any], batch_first: bool
+) -> None:
     model = Recurrent(kind, batch_first=batch_first, **options, **shape)
     batch = sequence()
     assert_caught(model, losses, batch)
@@ -140,7 +142,9 @@ class Stepwise(nn.Module):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
-    ("kind", "options"), [(nn.LSTMCell, {}), (nn.GRUCell, {}), (nn.RNNCell, {}), (nn.RNNCell, {"nonlinearity": "relu"})], ids=["lstm", "gru", "tanh", "relu"]
+    ("kind", "options"),
+    [(nn.LSTMCell, {}), (nn.GRUCell, {}), (nn.RNNCell, {}), (nn.RNNCell, {"nonlinearity": "relu"})],
+    ids=["lstm", "gru", "tanh", "relu"],
 )
 def test_cell_matches_the_loop_and_torch(kind: type[nn.RNNCellBase], options: dict[str, Any], bias: bool) -> None:
     model = Stepwise(kind, bias=bias, **options)

@@ -144,7 +144,7 @@ class Capture(TorchFunctionMode):
             return None if key in self._constants else True
         if known.role is None:
             return self._grown(tensor) if tensor.requires_grad and known.may_grow else None
-        return known.role if known.version == tensor._version else self._grown(tensor)  # noqa: SLF001 - torch counts writes there alone
+        return known.role if known.version == tensor._version else self._grown(tensor)
 
     def _grown(self, tensor: Tensor) -> Recipe:
         """Note a tensor that weights or constants were written into, perhaps through a view of it."""
@@ -154,7 +154,7 @@ class Capture(TorchFunctionMode):
 
     def _remember(self, tensor: Tensor, role: Alias | Recipe | None) -> None:
         key = id(tensor)
-        version = 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - torch counts writes there alone
+        version = 0 if tensor.is_inference() else tensor._version
         held = tensor if role is not None else weakref.ref(tensor, lambda _: self._known.pop(key, None))
         self._known[key] = _Known(held, version, role, torch.is_grad_enabled())
 
@@ -250,7 +250,7 @@ class Capture(TorchFunctionMode):
             return
         if self.is_weight(target) and torch.is_grad_enabled():
             raise UnsupportedLayerError(
-                f"{func.__name__} writes data into a tensor that was computed from weights alone, so its gradient is no longer one per example. "
+                f"{func.__name__} writes data into a tensor that was computed from weights alone, so it has no gradient per example. "
                 "Use the operation that returns a new tensor, as x + y in place of x += y."
             )
         for key, other in list(self._known.items()):
@@ -281,7 +281,7 @@ class Capture(TorchFunctionMode):
                 # PRIVACY: as with writing in place, the buffer would leave with the model's state_dict.
                 raise UnsupportedLayerError(
                     f"the buffer '{name}' was replaced by a value computed from the batch, which would publish private data without noise. "
-                    "A buffer may hold no private data. Keep such a value out of register_buffer, or compute it from public data beforehand."
+                    "A buffer may hold no private data. Do not register such a value, or compute it from public data beforehand."
                 )
             self._constants[id(buffer)] = (name, buffer)
 

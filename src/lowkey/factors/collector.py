@@ -66,7 +66,7 @@ class Derived:
 
     def __init__(self, value: Tensor, names: tuple[str, ...]) -> None:
         self.value, self.names = value, names
-        self._version = value._version  # noqa: SLF001 - torch counts writes there alone
+        self._version = value._version
 
     @property
     def label(self) -> str:
@@ -74,7 +74,7 @@ class Derived:
 
     def check_unchanged(self) -> None:
         """Refuse to go on if the tensor was written to after its use: its graph is no longer that of the use."""
-        if self.value._version != self._version:  # noqa: SLF001 - as above
+        if self.value._version != self._version:
             raise UnsupportedLayerError(
                 f"a tensor computed from {self.label} was written to after the data had met it, so its gradient is lost. "
                 "Write into a copy: tensor.clone()."
@@ -255,7 +255,7 @@ def _per_row(value: Tensor, parameters: list[Tensor], cotangents: Tensor) -> Seq
         rows = [torch.autograd.grad(value, parameters, row, retain_graph=True, allow_unused=True) for row in cotangents]
     except RuntimeError as error:
         raise UnsupportedLayerError(
-            "a tensor computed from weights alone left a reentrant checkpoint, whose graph is gone by the time its examples are told apart. "
+            "a tensor computed from weights alone left a reentrant checkpoint, whose graph is gone when its examples are told apart. "
             "Such a tensor must be met by the data inside the checkpoint. Checkpoint with use_reentrant=False."
         ) from error
     return [None if parts[0] is None else torch.stack(parts) for parts in zip(*rows, strict=True)]

@@ -49,7 +49,7 @@ def embedding(call: Call) -> Tensor:
 
 def _lookup(
     call: Call,
-    input: Tensor,  # noqa: A002 - torch's name
+    input: Tensor,
     weight: Tensor,
     padding_idx: int | None = None,
     max_norm: float | None = None,
@@ -90,7 +90,7 @@ ROW_REPLAYS.add(embedding)
 
 @guard(F.embedding)
 def refuse_renormalisation(
-    input: Tensor,  # noqa: A002 - torch's name
+    input: Tensor,
     weight: Tensor,
     padding_idx: int | None = None,
     max_norm: float | None = None,

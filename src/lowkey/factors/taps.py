@@ -50,7 +50,7 @@ class Taps:
     def __init__(self, model: nn.Module, capture: Capture, parameters: Mapping[str, Tensor]) -> None:
         self._tapped: list[tuple[nn.Module, object]] = []
         owned = {id(parameter) for parameter in parameters.values()}
-        # The outermost module sees the whole pass; those inside are tapped too, because checkpointing calls any of them again in the backward pass.
+        # The outermost module sees the whole pass; those inside are tapped too, for checkpointing calls them again in the backward pass.
         modules = [m for m in model.modules() if m is model or any(id(p) in owned for p in m.parameters())]
         for module in modules:
             if isinstance(module.forward, Tap):
