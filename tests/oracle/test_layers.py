@@ -56,7 +56,8 @@ def volume() -> Tensor:
     return torch.randn(EXAMPLES, 2, 4, 5, 4)
 
 
-DISTANCES = torch.arange(POSITIONS)[:, None] - torch.arange(POSITIONS) + 3
+def distances() -> Tensor:
+    return torch.arange(POSITIONS)[:, None] - torch.arange(POSITIONS) + 3
 
 
 class Apply(nn.Module):
@@ -189,7 +190,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "cast to the input": (lambda: Apply(lambda m, x: F.linear(x, m.w.to(x)) + m.b.type_as(x), w=(3, FEATURES), b=(3,)), sequence),
     "distances": (lambda: Apply(lambda m, x: torch.cdist(x, m.centre[None]), centre=(3, FEATURES)), sequence),
     "relative positions": (
-        lambda: Apply(lambda m, x: x @ x.mT + F.embedding(DISTANCES, m.w)[..., 0], w=(7, 1)),
+        lambda: Apply(lambda m, x: x @ x.mT + F.embedding(distances(), m.w)[..., 0], w=(7, 1)),
         sequence,
     ),
     "constant expanded to the batch": (
