@@ -6,7 +6,6 @@ The whole sentence is said here once: `backward` is sample → factors → sketc
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,32 +15,18 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from lowkey.account import NoiseOrigin, Plan, Statement
-from lowkey.account.header import Head, RunHeader
-from lowkey.account.ledger import History, Ledger, open_ledger
-from lowkey.boundary import PerExample, Released
-from lowkey.errors import ConfigError, PrivacyBoundaryError, ShapeError, UnsupportedLayerError
-from lowkey.execution import CheckIsolation, Execution
-from lowkey.factors import (
-    Capture,
-    Collector,
-    Factor,
-    Selection,
-    Taps,
-    Weight,
-    check_isolation,
-    describe,
-    isolation_weights,
-    refuse_coupling,
-    select,
-    wide_dtype,
-)
+from lowkey.account import Head, History, Ledger, Plan, Statement, open_ledger
+from lowkey.boundary import Released
+from lowkey.errors import ConfigError, PrivacyBoundaryError
+from lowkey.execution import Execution
+from lowkey.factors import Selection, describe, refuse_coupling, select
+from lowkey.gradients import ClippedGradients
 from lowkey.methods import Method
 from lowkey.methods.method import Start
-from lowkey.optim import OptimizerFactory, Slots
-from lowkey.optim.slots import GroupOptions
-from lowkey.release import ClippedSum, NoiseSource, SecureNoise, SystemNoise, release_gaussian
+from lowkey.optim import GroupOptions, OptimizerFactory, Slots
+from lowkey.release import NoiseSource, SystemNoise, release_gaussian
 from lowkey.sample import num_drawn, num_seeded
+from lowkey.setting import Setting
 from lowkey.sketch import Sketch
 
 
@@ -130,60 +115,6 @@ def privatize(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """The arguments of `privatize`, checked."""
-
-    method: Method
-    plan: Plan
-    clip_norm: float
-    noise: NoiseSource
-    ledger: str | os.PathLike[str] | None
-    dataset: str
-    trainable: Selection
-    groups: GroupOptions | None
-    execution: Execution
-    seed: int
-
-    def __post_init__(self) -> None:
-        clip_norm = self.clip_norm
-        if not isinstance(clip_norm, int | float) or isinstance(clip_norm, bool) or not clip_norm > 0:  # pyright: ignore[reportUnnecessaryIsInstance] # reason: users pass what they like
-            raise ConfigError(f"clip_norm={clip_norm!r} is not a limit. It must be a positive number. Start with clip_norm=1.0.")
-        if math.isinf(clip_norm) and self.plan.noise_multiplier > 0:
-            raise ConfigError(
-                "clip_norm=inf with noise would make the noise infinite. Noise is in proportion to the limit. Use a finite clip_norm, or noise_multiplier=0."
-            )
-        for name, wanted in (("method", "start"), ("noise", "add_"), ("plan", "noise_multiplier")):
-            value = getattr(self, name)
-            if isinstance(value, type) or not hasattr(value, wanted):
-                raise ConfigError(f"{name}={value!r} is not a {name}. Pass an instance, as method=lk.DPSGD(), noise=lk.SystemNoise(), plan=lk.calibrate(...).")
-
-    @property
-    def header(self) -> RunHeader:
-        """The public facts that the ledger writes down."""
-        # PRIVACY: a method that adds no noise is charged as such, whatever the plan hoped for.
-        plan = dataclasses.replace(self.plan, noise_multiplier=self.noise_multiplier)
-        clip_norm = self.bound if math.isfinite(self.bound) else None
-        return RunHeader(plan=plan, dataset=self.dataset, clip_norm=clip_norm, method=repr(self.method), noise_source=self.noise_origin)
-
-    @property
-    def noise_origin(self) -> NoiseOrigin:
-        """What the statement says of the noise."""
-        if not self.noise.has_guarantee:
-            return NoiseOrigin.SEEDED
-        return NoiseOrigin.SECURE if isinstance(self.noise, SecureNoise) else NoiseOrigin.SYSTEM
-
-    @property
-    def bound(self) -> float:
-        """The clip norm that holds; a method without a guarantee does not clip."""
-        return float(self.clip_norm) if self.method.has_guarantee else math.inf
-
-    @property
-    def noise_multiplier(self) -> float:
-        """The noise multiplier that holds; a method without a guarantee adds none."""
-        return self.plan.noise_multiplier if self.method.has_guarantee else 0.0
-
-
 class Private:
     """A model under training with privacy.
 
@@ -196,36 +127,20 @@ class Private:
         self._setting = setting
         self._model = model
         self._parameters = select(model, setting.trainable)
-        self._device = _one_device(self._parameters)
         self._specs = describe(model, self._parameters)
         self._strategy = setting.method.start(self._start())
         self._sketches = self._strategy.sketches(1)
-        self._weights = self._targets()
-        self._collector = Collector(self._weights, self._parameters)
-        self._capture = Capture(self._collector, self._weights, self._parameters)
-        dtypes = {wide_dtype(parameter.dtype) for parameter in self._parameters.values()}
-        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-        self._sum = ClippedSum(self._block_shapes(), setting.bound, dtype, self._device)
         subspaces = self._strategy.subspaces(self._sketches)
         self._slots = Slots(self._parameters, self._sketches, subspaces, optimizer, setting.groups)
-        self._ledger: Ledger = open_ledger(setting.ledger, setting.header)
+        self._gradients = ClippedGradients(model, self._parameters, self._sketches, setting.bound, setting.execution)
         self._step = self._resumed_at = 0
-        self._is_isolated = setting.execution.check_isolation is CheckIsolation.NEVER
-        self._shown: set[str] = set()
-        self._seen_examples = False
         self._closed = False
         self._observers: list[Callable[[Released], None]] = []
-        self._frozen = [p for name, p in model.named_parameters() if p.requires_grad and name not in self._parameters]
-        for parameter in self._frozen:
-            parameter.requires_grad_(False)
-        self._thawed = [parameter for parameter in self._parameters.values() if not parameter.requires_grad]
-        for parameter in self._parameters.values():
-            parameter.requires_grad_(True)
-            parameter.grad = None
-        self._capture.set_constants({**dict(model.named_buffers()), **{n: p for n, p in model.named_parameters() if n not in self._parameters}})
-        self._taps = Taps(model, self._capture, self._parameters)
-
-    # -- the private side ----------------------------------------------------------------------------------------------
+        try:
+            self._ledger: Ledger = open_ledger(setting.ledger, setting.header)
+        except BaseException:
+            self._gradients.detach()
+            raise
 
     def backward(self, losses: Tensor) -> None:
         """Take each example's gradient, clip it, and add it to this step's sum.
@@ -238,45 +153,7 @@ class Private:
             UnsupportedLayerError: A parameter was used where its per-example gradient cannot be known, or examples touch each other.
         """
         self._check_open()
-        _check_losses(losses, self._device)
-        if len(losses) == 0:
-            return
-        self._sum.add(self._per_example(losses))
-        self._seen_examples = True
-
-    def _per_example(self, losses: Tensor) -> PerExample[Factor]:
-        always = self._setting.execution.check_isolation is CheckIsolation.ALWAYS
-        checks = len(losses) > 1 and (always or not self._is_isolated)
-        try:
-            if not checks:
-                self._run_backward(losses, torch.ones_like(losses))
-                return self._collector.finish()
-            weights = isolation_weights(losses)
-            self._run_backward(losses, weights, watch_norms=True, again=True)
-            weighted = self._collector.take_norms()
-            self._run_backward(losses, torch.ones_like(losses), watch_norms=True)
-            plain = self._collector.take_norms()
-            self._shown |= check_isolation(weights, weighted, plain)
-            # PRIVACY: a gradient that was zero so far has shown nothing, so the next batch is checked as well.
-            self._is_isolated = all(name in self._shown for name, _ in plain)
-            return self._collector.finish()
-        finally:
-            self._collector.abandon()
-            self._capture.forget()
-
-    def _run_backward(self, losses: Tensor, weights: Tensor, *, watch_norms: bool = False, again: bool = False) -> None:
-        self._collector.begin(len(losses), watch_norms=watch_norms)
-        torch.autograd.backward(losses, weights, retain_graph=again)
-        raw = [name for name, parameter in self._parameters.items() if parameter.grad is not None]
-        for parameter in self._parameters.values():
-            # PRIVACY: no raw gradient may stay where an optimizer, a hook or a log could read it.
-            parameter.grad = None
-        if raw:
-            raise UnsupportedLayerError(
-                f"'{raw[0]}' was used where lowkey cannot see it, so its gradient arrived summed over the batch. "
-                "Uses inside a custom autograd.Function, or outside the forward pass of a module of the model, are not caught. "
-                "Compute with it inside a module's forward, or freeze it with requires_grad_(False)."
-            )
+        self._gradients.add(losses)
 
     # -- the public side -----------------------------------------------------------------------------------------------
 
@@ -288,10 +165,10 @@ class Private:
             ConfigError: Some trainable parameter has never been reached by a backward pass.
         """
         self._check_open()
-        self._check_reached()
+        self._gradients.check_reached()
         # PRIVACY: the release is charged, on disk, before any noise is drawn for it.
         number = self._ledger.intend()
-        sensitive = self._sum.take()
+        sensitive = self._gradients.take()
         plan = self._setting.plan
         released = release_gaussian(sensitive, self._setting.noise_multiplier, plan.expected_batch_size, self._setting.noise, number)
         for observer in self._observers:
@@ -334,9 +211,7 @@ class Private:
         """Go on in other coordinates."""
         self._sketches = sketches
         self._slots.refresh(sketches, self._strategy.subspaces(sketches), self._strategy.on_refresh)
-        self._sum.set_shapes(self._block_shapes())
-        self._weights = self._targets()
-        self._capture.use(self._weights)
+        self._gradients.use(sketches)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -377,7 +252,9 @@ class Private:
         caveats: list[str] = []
         earlier = sum(steps for _, _, steps in self._ledger.history()) - made
         if earlier:
-            caveats.append(f"The bound includes {earlier} releases of other runs on the dataset '{self._setting.dataset}' in the same ledger.")
+            caveats.append(
+                f"The bound includes {earlier} releases of other runs on the dataset '{self._setting.dataset}' in the same ledger."
+            )
         if num_drawn(plan) < self._step - self._resumed_at:
             caveats.append("The batches were not drawn by lowkey from this plan; that they follow its sampler is the caller's word.")
         if num_seeded(plan):
@@ -410,7 +287,10 @@ class Private:
         """
         self._check_open()
         if self._ledger.num_intents:
-            raise ConfigError(f"this run has made {self._ledger.num_intents} steps already. A checkpoint is loaded before the first step. Call privatize again.")
+            raise ConfigError(
+                f"this run has made {self._ledger.num_intents} steps already. "
+                "A checkpoint is loaded before the first step. Call privatize again."
+            )
         if state.get("version") != 1 or state.get("method") != repr(self._setting.method):
             raise ConfigError(
                 f"the checkpoint is of {state.get('method')} (format {state.get('version')}), and this run of {self._setting.method!r}. "
@@ -423,7 +303,6 @@ class Private:
         self._strategy = self._setting.method.start(self._start())
         self._strategy.load_state_dict(state["strategy"])
         self._step = self._resumed_at = state["step"]
-        self._sum.take()
         self._adopt(self._strategy.sketches(self._step + 1))
         self.optimizer.load_state_dict(state["optimizer"])
 
@@ -432,11 +311,7 @@ class Private:
         if self._closed:
             return
         self._closed = True
-        self._taps.remove()
-        for parameter in self._frozen:
-            parameter.requires_grad_(True)
-        for parameter in self._thawed:
-            parameter.requires_grad_(False)
+        self._gradients.detach()
         self._ledger.close()
 
     def __enter__(self) -> Self:
@@ -450,55 +325,6 @@ class Private:
     def _start(self) -> Start:
         return Start(specs=self._specs, weights=self._parameters, seed=self._setting.seed)
 
-    def _targets(self) -> dict[str, Weight]:
-        return {
-            name: Weight(name=name, shape=tuple(parameter.shape), compression=self._sketches[name])
-            for name, parameter in self._parameters.items()
-        }
-
-    def _block_shapes(self) -> dict[str, tuple[int, ...]]:
-        return _blocks(self._sketches)
-
     def _check_open(self) -> None:
         if self._closed:
             raise PrivacyBoundaryError("this Private object is closed, so its model trains without privacy. Call privatize again to go on.")
-
-    def _check_reached(self) -> None:
-        missing = [name for name in self._parameters if name not in self._collector.reached]
-        if self._seen_examples and missing:
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise ConfigError(
-                f"'{missing[0]}'{more} is trainable, but no backward pass has reached it. It would receive noise and no signal. "
-                "Use it in the loss, or freeze it: requires_grad_(False), or trainable= without it."
-            )
-
-
-def _blocks(sketches: Mapping[str, Sketch]) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for sketch in sketches.values():
-        shapes.update(sketch.blocks)
-    return shapes
-
-
-def _one_device(parameters: Mapping[str, nn.Parameter]) -> torch.device:
-    devices = {parameter.device: name for name, parameter in parameters.items()}
-    if len(devices) > 1:
-        raise ConfigError(f"the trainable parameters lie on {sorted(map(str, devices))}. One process trains on one device. Move the model to one of them.")
-    return next(iter(devices))
-
-
-def _check_losses(losses: object, device: torch.device) -> None:
-    if not isinstance(losses, Tensor):
-        raise ShapeError(f"losses is a {type(losses).__name__}. backward needs a tensor with one loss per example. Use reduction='none'.")
-    if losses.dim() != 1:
-        raise ShapeError(
-            f"losses has shape {tuple(losses.shape)}. backward needs shape (B,), one loss per example, because each example is clipped on its own. "
-            "Use reduction='none', and average over an example's own tokens, never over the batch."
-        )
-    if len(losses) and not losses.requires_grad:
-        raise ShapeError(
-            "losses does not depend on any trainable parameter. "
-            "It must come from a forward pass with gradients on. Leave no_grad, and do not detach the output."
-        )
-    if losses.device != device:
-        raise ShapeError(f"losses is on {losses.device}, and the model on {device}. Both must be on one device. Move the batch with .to('{device}').")

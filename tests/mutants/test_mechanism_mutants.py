@@ -98,16 +98,21 @@ def last_block_is_not_noised(patch: Patch) -> None:
 
 
 def noise_at_every_backward(patch: Patch) -> None:
-    backward, plain = PRIVATIZE.Private.backward, GAUSSIAN.release_gaussian
+    add, backward, plain = CLIP.ClippedSum.add, PRIVATIZE.Private.backward, GAUSSIAN.release_gaussian
+    sums: list[Any] = []
+
+    def noted(self: Any, per_example: Any) -> None:
+        add(self, per_example)
+        sums[:] = [self]
 
     def noisy(self: Any, losses: Tensor) -> None:
         backward(self, losses)
         self.parts = getattr(self, "parts", 0) + 1
-        for index, name in enumerate(self._sum._shapes):
-            self._setting.noise.add_(
-                self._sum._block(name), self._sum.clip_norm, step=self._ledger.num_intents + 1, index=100 * self.parts + index
-            )
+        step = self._ledger.num_intents + 1
+        for index, name in enumerate(sums[0]._shapes):
+            self._setting.noise.add_(sums[0]._block(name), sums[0].clip_norm, step=step, index=100 * self.parts + index)
 
+    patch.setattr(CLIP.ClippedSum, "add", noted)
     patch.setattr(PRIVATIZE.Private, "backward", noisy)
     patch.setattr(PRIVATIZE, "release_gaussian", lambda total, sigma, size, source, step: plain(total, 0.0, size, source, step))
 
@@ -428,11 +433,20 @@ def basis_from_the_batch(patch: Patch) -> None:
 
 
 def empty_batch_is_skipped(patch: Patch) -> None:
-    step = PRIVATIZE.Private.step
+    add, step = CLIP.ClippedSum.add, PRIVATIZE.Private.step
+    added: list[bool] = []
+
+    def noted(self: Any, per_example: Any) -> None:
+        add(self, per_example)
+        added.append(True)
 
     def skipping(self: Any) -> Any:
-        return step(self) if self._sum._total else None
+        if not added:
+            return None
+        added.clear()
+        return step(self)
 
+    patch.setattr(CLIP.ClippedSum, "add", noted)
     patch.setattr(PRIVATIZE.Private, "step", skipping)
 
 
@@ -561,3 +575,38 @@ def test_the_audit_names_what_a_mutant_breaks(name: str, monkeypatch: Patch) -> 
 def test_a_charge_for_more_noise_than_was_added_shows_in_the_noise(monkeypatch: Patch) -> None:
     charged_as(sigma=1.1)(monkeypatch)
     assert Check.NOISE_SCALE in {finding.check for finding in audit(maker(DPSGD)).findings}
+
+
+# -- what no audit of a small model can show ---------------------------------------------------------------------------
+
+
+def clipped_length(weights: Tensor, outer: Any) -> float:
+    """Return the true length of what a clip norm of 1 lets through."""
+    rows, cols = outer.rows.double(), outer.cols.double()
+    return float(weights[0]) * float((rows.transpose(1, 2) @ cols)[0].norm())
+
+
+def nearly_cancelling(scale: float) -> Any:
+    """Return an example whose many terms cancel, all but a last one in float32's noise."""
+    factor = module("factors.factor")
+    generator = torch.Generator().manual_seed(2)
+    rows, cols = torch.randn(1, 64, 8, generator=generator), torch.randn(1, 64, 8, generator=generator)
+    rows = torch.cat([rows, -rows * (1 + scale)], dim=1)
+    return factor.Outer(rows, torch.cat([cols, cols], dim=1), (8, 8))
+
+
+@pytest.mark.parametrize("scale", [1e-2, 1e-3, 3e-4, 1e-4, 1e-5])
+def test_terms_that_cancel_never_raise_the_bound(scale: float) -> None:
+    outer = nearly_cancelling(scale)
+    squares = outer.squared_norms() * 1e8
+    assert clipped_length(REAL_WEIGHTS(squares, torch.isfinite(squares), 1.0) * 1e4, outer) <= 1.0 + 1e-5
+
+
+def test_without_the_margin_terms_that_cancel_would_raise_the_bound() -> None:
+    lengths = []
+    for scale in (1e-3, 3e-4, 1e-4, 3e-5, 1e-5):  # the rounding of a single one may happen to fall on the safe side
+        outer = nearly_cancelling(scale)
+        products = (outer.rows @ outer.rows.transpose(1, 2)) * (outer.cols @ outer.cols.transpose(1, 2))
+        squares = products.sum((1, 2)).clamp_min(0.0) * 1e8
+        lengths.append(clipped_length(REAL_WEIGHTS(squares, torch.isfinite(squares), 1.0) * 1e4, outer))
+    assert max(lengths) > 1.01

@@ -6,7 +6,7 @@ from lowkey.account.calibrate import calibrate
 from lowkey.account.epsilon import Accountant, Bound, compose, epsilon, renyi_epsilon
 from lowkey.account.events import Event
 from lowkey.account.header import Head, RunHeader
-from lowkey.account.ledger import Ledger, open_ledger
+from lowkey.account.ledger import History, Ledger, open_ledger
 from lowkey.account.plan import Plan
 from lowkey.account.published import PublishedEpsilon, gaussian_limit_epsilon, moments_epsilon_2017
 from lowkey.account.runs import LedgerReport, Run, read_ledger
@@ -19,6 +19,7 @@ __all__ = [
     "Bound",
     "Event",
     "Head",
+    "History",
     "Ledger",
     "LedgerReport",
     "NoiseOrigin",

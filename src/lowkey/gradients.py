@@ -1,0 +1,176 @@
+"""The private half of a step: factors → sketch → clip → sum, for a model that stays the module that it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lowkey.boundary import PerExample, Sensitive
+from lowkey.errors import ConfigError, ShapeError, UnsupportedLayerError
+from lowkey.execution import CheckIsolation, Execution
+from lowkey.factors import Capture, Collector, Factor, Taps, Weight, check_isolation, isolation_weights, wide_dtype
+from lowkey.release import ClippedSum
+from lowkey.sketch import Sketch
+
+
+class ClippedGradients:
+    """Sums a model's clipped per-example gradients between two releases.
+
+    Life cycle: `add` as often as memory asks for, `take` once a step, `use` when the sketches change; `detach` gives the model back.
+
+    Guarantee:
+        What `take` returns moves by at most the clip norm when one example joins or leaves.
+        While attached, no raw gradient of a trainable parameter is left on it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        sketches: Mapping[str, Sketch],
+        clip_norm: float,
+        execution: Execution,
+    ) -> None:
+        self._parameters = dict(parameters)
+        self._device = _one_device(parameters)
+        weights = _weights(parameters, sketches)
+        self._collector = Collector(weights, parameters)
+        self._capture = Capture(self._collector, weights, parameters)
+        dtypes = {wide_dtype(parameter.dtype) for parameter in parameters.values()}
+        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        self.sum = ClippedSum(_block_shapes(sketches), clip_norm, dtype, self._device)
+        self._check = execution.check_isolation
+        self._is_isolated = self._check is CheckIsolation.NEVER
+        self._shown: set[str] = set()
+        self._has_examples = False
+        self._capture.set_constants(_constants(model, parameters))
+        self._taps = Taps(model, self._capture, parameters)
+        self._wanted = _require_gradients(model, parameters)
+
+    def add(self, losses: Tensor) -> None:
+        """Take each example's gradient, clip it, and add it."""
+        _check_losses(losses, self._device)
+        if len(losses) == 0:
+            return
+        self.sum.add(self._per_example(losses))
+        self._has_examples = True
+
+    def take(self) -> Sensitive:
+        """Return the sum since the last call, and start again from zero."""
+        return self.sum.take()
+
+    def use(self, sketches: Mapping[str, Sketch]) -> None:
+        """Go on in other coordinates, with an empty sum."""
+        self.sum.take()
+        self.sum.set_shapes(_block_shapes(sketches))
+        self._capture.use(_weights(self._parameters, sketches))
+
+    def check_reached(self) -> None:
+        """Check that every trainable parameter has had a gradient by now.
+
+        Raises:
+            ConfigError: If examples were seen, and some parameter was never reached.
+        """
+        missing = [name for name in self._parameters if name not in self._collector.reached]
+        if self._has_examples and missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ConfigError(
+                f"'{missing[0]}'{more} is trainable, but no backward pass has reached it. It would receive noise and no signal. "
+                "Use it in the loss, or freeze it: requires_grad_(False), or trainable= without it."
+            )
+
+    def detach(self) -> None:
+        """Give the model back as it was."""
+        self._taps.remove()
+        for parameter, wanted in self._wanted:
+            parameter.requires_grad_(wanted)
+
+    def _per_example(self, losses: Tensor) -> PerExample[Factor]:
+        checks = len(losses) > 1 and (self._check is CheckIsolation.ALWAYS or not self._is_isolated)
+        try:
+            if not checks:
+                self._run_backward(losses, torch.ones_like(losses))
+                return self._collector.finish()
+            weights = isolation_weights(losses)
+            self._run_backward(losses, weights, watch_norms=True, again=True)
+            weighted = self._collector.take_norms()
+            self._run_backward(losses, torch.ones_like(losses), watch_norms=True)
+            plain = self._collector.take_norms()
+            self._shown |= check_isolation(weights, weighted, plain)
+            # PRIVACY: a gradient that was zero so far has shown nothing, so the next batch is checked as well.
+            self._is_isolated = all(name in self._shown for name, _ in plain)
+            return self._collector.finish()
+        finally:
+            self._collector.abandon()
+            self._capture.forget()
+
+    def _run_backward(self, losses: Tensor, weights: Tensor, *, watch_norms: bool = False, again: bool = False) -> None:
+        self._collector.begin(len(losses), watch_norms=watch_norms)
+        torch.autograd.backward(losses, weights, retain_graph=again)
+        raw = [name for name, parameter in self._parameters.items() if parameter.grad is not None]
+        for parameter in self._parameters.values():
+            # PRIVACY: no raw gradient may stay where an optimizer, a hook or a log could read it.
+            parameter.grad = None
+        if raw:
+            raise UnsupportedLayerError(
+                f"'{raw[0]}' was used where lowkey cannot see it, so its gradient arrived summed over the batch. "
+                "Uses inside a custom autograd.Function, or outside the forward pass of a module of the model, are not caught. "
+                "Compute with it inside a module's forward, or freeze it with requires_grad_(False)."
+            )
+
+
+def _weights(parameters: Mapping[str, nn.Parameter], sketches: Mapping[str, Sketch]) -> dict[str, Weight]:
+    return {name: Weight(name=name, shape=tuple(parameter.shape), compression=sketches[name]) for name, parameter in parameters.items()}
+
+
+def _block_shapes(sketches: Mapping[str, Sketch]) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for sketch in sketches.values():
+        shapes.update(sketch.blocks)
+    return shapes
+
+
+def _constants(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    frozen = {name: parameter for name, parameter in model.named_parameters() if name not in parameters}
+    return {**dict(model.named_buffers()), **frozen}
+
+
+def _require_gradients(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[tuple[nn.Parameter, bool]]:
+    """Let exactly the trained parameters require gradients, and return what each had before."""
+    before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in parameters)
+    for parameter in parameters.values():
+        parameter.grad = None
+    return before
+
+
+def _one_device(parameters: Mapping[str, nn.Parameter]) -> torch.device:
+    devices = {parameter.device: name for name, parameter in parameters.items()}
+    if len(devices) > 1:
+        raise ConfigError(
+            f"the trainable parameters lie on {sorted(map(str, devices))}. One process trains on one device. Move the model to one of them."
+        )
+    return next(iter(devices))
+
+
+def _check_losses(losses: object, device: torch.device) -> None:
+    if not isinstance(losses, Tensor):
+        raise ShapeError(f"losses is a {type(losses).__name__}. backward needs a tensor with one loss per example. Use reduction='none'.")
+    if losses.dim() != 1:
+        raise ShapeError(
+            f"losses has shape {tuple(losses.shape)}. "
+            "backward needs shape (B,), one loss per example, because each example is clipped on its own. "
+            "Use reduction='none', and average over an example's own tokens, never over the batch."
+        )
+    if len(losses) and not losses.requires_grad:
+        raise ShapeError(
+            "losses does not depend on any trainable parameter. "
+            "It must come from a forward pass with gradients on. Leave no_grad, and do not detach the output."
+        )
+    if losses.device != device:
+        raise ShapeError(
+            f"losses is on {losses.device}, and the model on {device}. Both must be on one device. Move the batch with .to('{device}')."
+        )

@@ -1,0 +1,75 @@
+"""The arguments of `privatize`, checked before anything is spent."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from dataclasses import dataclass
+
+from lowkey.account import NoiseOrigin, Plan, RunHeader
+from lowkey.errors import ConfigError
+from lowkey.execution import Execution
+from lowkey.factors import Selection
+from lowkey.methods import Method
+from lowkey.optim import GroupOptions
+from lowkey.release import NoiseSource, SecureNoise
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a run is made of, as `privatize` was told."""
+
+    method: Method
+    plan: Plan
+    clip_norm: float
+    noise: NoiseSource
+    ledger: str | os.PathLike[str] | None
+    dataset: str
+    trainable: Selection
+    groups: GroupOptions | None
+    execution: Execution
+    seed: int
+
+    def __post_init__(self) -> None:
+        clip_norm = self.clip_norm
+        # Users pass what they like, whatever the annotation says.
+        if not isinstance(clip_norm, int | float) or isinstance(clip_norm, bool) or not clip_norm > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"clip_norm={clip_norm!r} is not a limit. It must be a positive number. Start with clip_norm=1.0.")
+        if math.isinf(clip_norm) and self.plan.noise_multiplier > 0:
+            raise ConfigError(
+                "clip_norm=inf with noise would make the noise infinite. Noise is in proportion to the limit. "
+                "Use a finite clip_norm, or noise_multiplier=0."
+            )
+        for name, wanted in (("method", "start"), ("noise", "add_"), ("plan", "noise_multiplier")):
+            value = getattr(self, name)
+            if isinstance(value, type) or not hasattr(value, wanted):
+                raise ConfigError(
+                    f"{name}={value!r} is not a {name}. "
+                    "Pass an instance, as method=lk.DPSGD(), noise=lk.SystemNoise(), plan=lk.calibrate(...)."
+                )
+
+    @property
+    def header(self) -> RunHeader:
+        """The public facts that the ledger writes down."""
+        # PRIVACY: a method that adds no noise is charged as such, whatever the plan hoped for.
+        plan = dataclasses.replace(self.plan, noise_multiplier=self.noise_multiplier)
+        clip_norm = self.bound if math.isfinite(self.bound) else None
+        return RunHeader(plan=plan, dataset=self.dataset, clip_norm=clip_norm, method=repr(self.method), noise_source=self.noise_origin)
+
+    @property
+    def noise_origin(self) -> NoiseOrigin:
+        """What the statement says of the noise."""
+        if not self.noise.has_guarantee:
+            return NoiseOrigin.SEEDED
+        return NoiseOrigin.SECURE if isinstance(self.noise, SecureNoise) else NoiseOrigin.SYSTEM
+
+    @property
+    def bound(self) -> float:
+        """The clip norm that holds; a method without a guarantee does not clip."""
+        return float(self.clip_norm) if self.method.has_guarantee else math.inf
+
+    @property
+    def noise_multiplier(self) -> float:
+        """The noise multiplier that holds; a method without a guarantee adds none."""
+        return self.plan.noise_multiplier if self.method.has_guarantee else 0.0
