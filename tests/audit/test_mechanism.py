@@ -41,9 +41,6 @@ SECURE = functools.partial(mechanism, noise=lk.SecureNoise)
 KEEPING = {
     "DP-SGD": maker(lk.DPSGD(), optimizer=functools.partial(torch.optim.SGD, lr=0.1)),
     "tied": maker(lk.DPSGD(), model=Twice),
-    "Grape input": maker(lk.Grape(rank=4, refresh_every=2)),
-    "Grape output": maker(lk.Grape(rank=4, refresh_every=1, side="output", distribution="rademacher", on_refresh="rotate")),
-    "Grape smaller": maker(lk.Grape(rank=4, refresh_every=1, side="smaller", distribution="stiefel", on_refresh="reset")),
 }
 
 

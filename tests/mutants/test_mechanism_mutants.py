@@ -586,10 +586,10 @@ def clipped_length(weights: Tensor, outer: Any) -> float:
     return float(weights[0]) * float((rows.transpose(1, 2) @ cols)[0].norm())
 
 
-def nearly_cancelling(scale: float) -> Any:
+def nearly_cancelling(scale: float, seed: int = 2) -> Any:
     """Return an example whose many terms cancel, all but a last one in float32's noise."""
     factor = module("factors.factor")
-    generator = torch.Generator().manual_seed(2)
+    generator = torch.Generator().manual_seed(seed)
     rows, cols = torch.randn(1, 64, 8, generator=generator), torch.randn(1, 64, 8, generator=generator)
     rows = torch.cat([rows, -rows * (1 + scale)], dim=1)
     return factor.Outer(rows, torch.cat([cols, cols], dim=1), (8, 8))
@@ -604,8 +604,8 @@ def test_terms_that_cancel_never_raise_the_bound(scale: float) -> None:
 
 def test_without_the_margin_terms_that_cancel_would_raise_the_bound() -> None:
     lengths = []
-    for scale in (1e-3, 3e-4, 1e-4, 3e-5, 1e-5):  # the rounding of a single one may happen to fall on the safe side
-        outer = nearly_cancelling(scale)
+    for seed in range(40):  # the rounding of a single one may happen to fall on the safe side
+        outer = nearly_cancelling(3e-4, seed)
         products = (outer.rows @ outer.rows.transpose(1, 2)) * (outer.cols @ outer.cols.transpose(1, 2))
         squares = products.sum((1, 2)).clamp_min(0.0) * 1e8
         lengths.append(clipped_length(REAL_WEIGHTS(squares, torch.isfinite(squares), 1.0) * 1e4, outer))
