@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 
 import torch
 import torch.nn.functional as F
@@ -55,16 +56,13 @@ def train(model: nn.Module, dataset: TensorDataset, method: lk.DPSGD | lk.Grape,
     print(f"{plan.num_steps} steps of about {plan.expected_batch_size} examples, noise {plan.noise_multiplier:.3f} times the clip norm")
     optimizer = functools.partial(torch.optim.Adam, lr=learning_rate)
     with lk.privatize(model, optimizer, method=method, plan=plan, clip_norm=1.0) as private:
+        released = sum(math.prod(shape) for sketch in private.sketches.values() for shape in sketch.blocks.values())
+        print(f"{type(method).__name__}: {released:,} of {sum(p.numel() for p in model.parameters()):,} numbers are released in a step")
         for batch in lk.poisson_batches(dataset, plan):
             for images, labels in lk.split(batch, 128):
                 private.backward(F.cross_entropy(model(images), labels, reduction="none"))
             private.step()
         return private.statement().headline
-
-
-def released_numbers(model: nn.Module, rank: int) -> int:
-    """Count what a step releases: a matrix with both sides above the rank keeps `rank` columns."""
-    return sum(p.shape[0] * rank if p.dim() == 2 and 0 < rank < min(p.shape) else p.numel() for p in model.parameters())
 
 
 def main() -> None:
@@ -78,9 +76,6 @@ def main() -> None:
     learning_rate = args.learning_rate or (0.015 if args.rank else 0.005)
 
     model = build_model()
-    print(
-        f"{type(method).__name__}: {released_numbers(model, args.rank):,} of {released_numbers(model, 0):,} numbers are released in a step"
-    )
     headline = train(model, draw_digits(NUM_TRAIN, seed=1), method, learning_rate, args.epsilon)
     print(f"accuracy on {NUM_TEST} other digits: {accuracy(model, draw_digits(NUM_TEST, seed=2)):.3f}")
     print(headline)
