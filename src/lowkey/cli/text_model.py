@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +18,8 @@ from lowkey.errors import ConfigError
 
 _INSTALL = 'pip install "lowkey[text]"'
 _EVALUATION_BATCH = 64
+_HEAD_STD = 0.02
+"""As in BERT."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,19 +85,30 @@ def load_text_model(folder: Path | None, *, seed: int) -> TextModel:
         raise ConfigError(
             f"model='{path}' holds no config.json. It must be a local Hugging Face model. Pass the folder of save_pretrained()."
         )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-            network = AutoModelForSequenceClassification.from_pretrained(path, num_labels=2, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"model='{path}' cannot be loaded as a text classifier ({_first_line(error)}). Pass another folder."
-            ) from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        network, report = AutoModelForSequenceClassification.from_pretrained(
+            path, num_labels=2, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"model='{path}' cannot be loaded as a text classifier of two classes ({_first_line(error)}). Pass another folder."
+        ) from error
+    _draw_afresh(network, report["missing_keys"], torch.Generator().manual_seed(seed))
     freeze_embeddings(network)
     # Dropout would add noise to noise: a private run is too short to overfit, and evaluation mode is without it.
     network.eval()
     return TextModel(name="MiniLM-L6" if folder is None else path.name, network=network, tokenizer=tokenizer)
+
+
+@torch.no_grad()
+def _draw_afresh(network: nn.Module, names: Collection[str], generator: torch.Generator) -> None:
+    """Draw the parameters that the folder does not hold, as the head of a model that was pretrained without one."""
+    for name, parameter in network.named_parameters():
+        if name in names and parameter.ndim > 1:
+            nn.init.normal_(parameter, std=_HEAD_STD, generator=generator)
+        elif name in names:
+            parameter.zero_()
 
 
 def freeze_embeddings(network: nn.Module) -> None:
