@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lowkey.boundary import PerExample, Sensitive
 from lowkey.errors import ConfigError, ShapeError, UnsupportedLayerError
 from lowkey.execution import CheckIsolation, Execution
-from lowkey.factors import Capture, Collector, Factor, Taps, Weight, check_isolation, isolation_weights, wide_dtype
+from lowkey.factors import Capture, Collector, Factor, Record, Taps, Weight, check_isolation, isolation_weights, wide_dtype
 from lowkey.release import ClippedSum
 from lowkey.sketch import Sketch
 
@@ -94,9 +94,9 @@ class ClippedGradients:
                 self._run_backward(losses, torch.ones_like(losses))
                 return self._collector.finish()
             weights = isolation_weights(losses)
-            self._run_backward(losses, weights, watch_norms=True, again=True)
+            self._run_backward(losses, weights, Record.NORMS, again=True)
             weighted = self._collector.take_norms()
-            self._run_backward(losses, torch.ones_like(losses), watch_norms=True)
+            self._run_backward(losses, torch.ones_like(losses), Record.BOTH)
             plain = self._collector.take_norms()
             self._shown |= check_isolation(weights, weighted, plain)
             # PRIVACY: a gradient that was zero so far has shown nothing, so the next batch is checked as well.
@@ -106,8 +106,8 @@ class ClippedGradients:
             self._collector.abandon()
             self._capture.forget()
 
-    def _run_backward(self, losses: Tensor, weights: Tensor, *, watch_norms: bool = False, again: bool = False) -> None:
-        self._collector.begin(len(losses), watch_norms=watch_norms)
+    def _run_backward(self, losses: Tensor, weights: Tensor, record: Record = Record.FACTORS, *, again: bool = False) -> None:
+        self._collector.begin(len(losses), record)
         torch.autograd.backward(losses, weights, retain_graph=again)
         raw = [name for name, parameter in self._parameters.items() if parameter.grad is not None]
         for parameter in self._parameters.values():

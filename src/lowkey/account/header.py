@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import metadata
+from types import MappingProxyType
 from typing import Any, assert_never
 
 from lowkey.account.events import Event
@@ -16,14 +18,15 @@ from lowkey.account.statement import RELATION, NoiseOrigin
 from lowkey.errors import ConfigError, LedgerError
 
 
-def _versions() -> dict[str, str]:
+@functools.cache
+def _versions() -> Mapping[str, str]:
     found = {"python": platform.python_version()}
     for name in ("lowkey", "dp-accounting"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = "not installed"
-    return found
+    return MappingProxyType(found)
 
 
 @dataclass(frozen=True, kw_only=True)

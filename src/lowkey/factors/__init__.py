@@ -8,7 +8,7 @@ from lowkey.factors import linear as _linear
 from lowkey.factors import norm as _norm
 from lowkey.factors import recurrent as _recurrent
 from lowkey.factors.capture import Capture
-from lowkey.factors.collector import Axis, Collector, Compression, Weight
+from lowkey.factors.collector import Axis, Collector, Compression, Record, Weight
 from lowkey.factors.factor import Dense, Factor, OneHot, Outer, wide_dtype
 from lowkey.factors.isolation import check_isolation, isolation_weights
 from lowkey.factors.layout import Kind, ParameterSpec, Selection, describe, refuse_coupling, select
@@ -28,6 +28,7 @@ __all__ = [
     "OneHot",
     "Outer",
     "ParameterSpec",
+    "Record",
     "Selection",
     "Taps",
     "Weight",

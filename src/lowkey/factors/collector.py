@@ -31,6 +31,14 @@ class Axis(Enum):
         return Axis.COLS if self is Axis.ROWS else Axis.ROWS
 
 
+class Record(Enum):
+    """What a backward pass leaves: factors to sum, norms to compare, or both."""
+
+    FACTORS = "factors"
+    NORMS = "norms"
+    BOTH = "both"
+
+
 class Compression(Protocol):
     """What the collector asks of a sketch: linear maps of one parameter's gradient."""
 
@@ -95,14 +103,16 @@ class Collector:
         self._reached: set[str] = set()
         self._derived: dict[Derived, Tensor] = {}
         self._norms: list[tuple[str, Tensor]] | None = None
+        self._keeps = True
         self._kept: tuple[weakref.ref[Tensor], int, Tensor, Tensor] | None = None
 
-    def begin(self, batch_size: int, *, watch_norms: bool = False) -> None:
+    def begin(self, batch_size: int, record: Record = Record.FACTORS) -> None:
         """Expect one backward pass over `batch_size` losses."""
         self._batch_size = batch_size
         self._blocks = {}
         self._derived = {}
-        self._norms = [] if watch_norms else None
+        self._norms = None if record is Record.FACTORS else []
+        self._keeps = record is not Record.NORMS
 
     def finish(self) -> PerExample[Factor]:
         """Return what the backward pass left, every use of a parameter combined."""
@@ -145,7 +155,7 @@ class Collector:
         self._weights = dict(weights)
 
     def take_norms(self) -> list[tuple[str, Tensor]]:
-        """Return (parameter, squared norms per example) of every use since `begin(watch_norms=True)`."""
+        """Return (parameter, squared norms per example) of every use in the last backward pass, if `begin` asked for them."""
         norms, self._norms = self._norms or [], None
         return norms
 
@@ -200,7 +210,8 @@ class Collector:
         self._reached.add(name)
         for block_name, block in blocks.items():
             self._watch(name, block)
-            self._blocks.setdefault(block_name, []).append(block)
+            if self._keeps:
+                self._blocks.setdefault(block_name, []).append(block)
 
     def _check_current(self, target: Weight) -> None:
         if self._weights[target.name] is not target:
@@ -233,6 +244,8 @@ class Collector:
 
     def _meet_derived(self, derived: Derived, gradients: Tensor) -> None:
         derived.check_unchanged()
+        if not self._keeps:
+            return
         earlier = self._derived.get(derived)
         self._derived[derived] = gradients if earlier is None else earlier + gradients
 
