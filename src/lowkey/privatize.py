@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lowkey.account import Head, History, Ledger, Plan, Statement, open_ledger
+from lowkey.account.header import check_same_run, header_from_json, header_to_json
 from lowkey.boundary import Released
 from lowkey.errors import ConfigError, PrivacyBoundaryError
 from lowkey.execution import Execution
@@ -266,8 +267,9 @@ class Private:
     def state_dict(self) -> dict[str, Any]:
         """Return all that a resumed run needs besides the model's own state and randomness."""
         return {
-            "version": 1,
+            "version": 2,
             "method": repr(self._setting.method),
+            "run": header_to_json(self._ledger.header),
             "seed": self._setting.seed,
             "step": self._step,
             "optimizer": self.optimizer.state_dict(),
@@ -280,7 +282,7 @@ class Private:
 
         Raises:
             ConfigError: The checkpoint is another method's.
-            LedgerError: The ledger is not the checkpoint's, or has lost releases since.
+            LedgerError: The ledger is not the checkpoint's, or has lost releases since, or this run has other noise or sampling.
 
         Guarantee:
             Releases that were charged after the checkpoint stay charged.
@@ -291,11 +293,13 @@ class Private:
                 f"this run has made {self._ledger.num_intents} steps already. "
                 "A checkpoint is loaded before the first step. Call privatize again."
             )
-        if state.get("version") != 1 or state.get("method") != repr(self._setting.method):
+        if state.get("version") != 2 or state.get("method") != repr(self._setting.method):
             raise ConfigError(
                 f"the checkpoint is of {state.get('method')} (format {state.get('version')}), and this run of {self._setting.method!r}. "
                 "A run goes on with the method that it began with. Pass the same method to privatize."
             )
+        # PRIVACY: the releases before the checkpoint are charged at this run's noise and rate, so those must be the ones that were used.
+        check_same_run(header_from_json(state["run"]), self._setting.header)
         head = Head(**state["ledger"])
         self._ledger.close()
         self._ledger = open_ledger(self._setting.ledger, self._setting.header, resume=head)
