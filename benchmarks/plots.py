@@ -1,14 +1,7 @@
-"""Draw the figures of docs/benchmarks.md from the JSON of run.py and size.py.
-
-python benchmarks/plots.py benchmarks/results/cpu.json docs/images/benchmark-cpu.svg
-python benchmarks/plots.py benchmarks/results/size.json docs/images/benchmark-size.svg
-"""
+"""The figures of docs/benchmarks.md, drawn from the JSON of run.py and size.py; page.py calls this."""
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,18 +67,3 @@ def _save(figure: Any, out: Path) -> None:
     with mpl.rc_context({"svg.hashsalt": "lowkey"}):
         figure.savefig(out, metadata={"Date": None})
     plt.close(figure)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Draw the figure that fits the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path)
-    parser.add_argument("out", type=Path)
-    options = parser.parse_args(arguments)
-    result = json.loads(options.results.read_text(encoding="utf-8"))
-    (draw_steps if "workloads" in result else draw_size)(result, options.out)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -71,3 +71,15 @@ def _cell(value: float | None, key: str, form: str) -> str:
     if key.endswith("_s") and value < 0.1:
         return f"{value * 1000:.1f} ms"
     return form.format(value / 1e6 if key == "peak" else value)
+
+
+def size_table(result: Mapping[str, Any]) -> str:
+    """Return a Markdown table of what `size.py` measured."""
+    headings = ["batch", "clock time", "processor time", "private step, measured", "AdamW, computed", "ratio"]
+    lines = [f"| {' | '.join(headings)} |", "|" + "---:|" * len(headings)]
+    for batch in result["batches"]:
+        peak = max(batch["first_peak"], batch["peak"])
+        cells = [f"{batch['examples']} × {result['shape']['tokens']}", f"{batch['seconds']:.1f} s", f"{batch['cpu_seconds']:.1f} s"]
+        cells += [f"{peak / 1e9:.2f} GB", f"{batch['adamw'] / 1e9:.2f} GB", f"{peak / batch['adamw']:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)

@@ -75,11 +75,16 @@ def test_a_small_decoder_is_measured_beside_what_adamw_would_need(tmp_path: Path
     assert batch["adamw_activations"] > 0
 
 
+def test_a_page_takes_tables_between_its_markers_and_keeps_the_rest() -> None:
+    page = "before\n<!-- cpu -->\nold\n<!-- end of cpu -->\nafter\n"
+    assert script("page").fill(page, "cpu", "new") == "before\n<!-- cpu -->\n\nnew\n\n<!-- end of cpu -->\nafter\n"
+    with pytest.raises(ValueError, match="no markers"):
+        script("page").fill(page, "size", "new")
+
+
 def test_figures_are_drawn_from_results(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="figures need the bench extra")
     row = {"title": "lowkey, X", "wall_ratio": 0.7, "memory_ratio": 0.6}
-    source, figure = tmp_path / "r.json", tmp_path / "r.svg"
     rows = {"fused": {**row, "title": "ordinary"}, "grape": row}
-    source.write_text(json.dumps({"workloads": {"w": {"title": "W", "summary": rows}}}), encoding="utf-8")
-    assert script("plots").main([str(source), str(figure)]) == 0
+    figure = tmp_path / "images" / "steps.svg"
+    script("plots").draw_steps({"workloads": {"w": {"title": "W", "summary": rows}}}, figure)
     assert figure.read_text(encoding="utf-8").startswith("<?xml")
