@@ -5,6 +5,7 @@ Axes: B examples, L output positions, I inputs per patch (channels x kernel), O 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,7 +74,8 @@ class Convolution:
     def squared_norms(self) -> Float[Tensor, " B"]:
         positions = self.backprops[0, 0].numel()
         if positions * positions >= self._kernel().numel() or self.geometry.groups > 1:
-            return Dense(self.dense()).squared_norms()
+            # PRIVACY: a batch is summed in another order than an example alone; where terms cancel, the sum holds what the norm does not.
+            return (Dense(self.dense()).squared_norms().sqrt() + self._rounding()).square()
         return self._outer().squared_norms()
 
     def add_sum(self, total: Tensor, weights: Float[Tensor, " B"]) -> None:
@@ -95,6 +97,11 @@ class Convolution:
         if self._kernel().numel() * len(self.backprops) <= self.numel:
             return Dense(self.dense())
         return self
+
+    def _rounding(self) -> Float[Tensor, " B"]:
+        """Bound how far two orders of summation may be apart, from the size of the terms that are summed."""
+        backprops, inputs = (torch.linalg.vector_norm(widen(side).flatten(1), dim=1) for side in (self.backprops, self.inputs))
+        return 32.0 * torch.finfo(backprops.dtype).eps * math.prod(self.shape[2:]) ** 0.5 * backprops * inputs
 
     def _kernel(self) -> Tensor:
         return widen(self.inputs).new_empty(1).expand(self.shape)

@@ -201,7 +201,7 @@ def gram_squared_norms(parts: Sequence[Outer]) -> Float[Tensor, " B"]:
     The square is `sum_{s,t} <rows_s, rows_t> <cols_s, cols_t>`.
 
     Guarantee:
-        Never below the exact value for the given factors: what rounding can take away is added back.
+        Never below the exact value for the given factors: what rounding and underflow can take away is added back.
     """
     batch = _batch(parts[0].rows)
     positions = sum(part.num_positions for part in parts)
@@ -215,25 +215,31 @@ def gram_squared_norms(parts: Sequence[Outer]) -> Float[Tensor, " B"]:
 def _gram_chunk(parts: Sequence[Outer]) -> Float[Tensor, " B"]:
     squares: Tensor | None = None
     lengths: Tensor | None = None
+    lost: Tensor | None = None
     for i, left in enumerate(parts):
         for j, right in enumerate(parts[: i + 1]):
             gram_rows = _gram(left.rows, right.rows)
             gram_cols = gram_rows if left.cols is left.rows and i == j else _gram(left.cols, right.cols)
             gram_rows, gram_cols = _same_dtype(gram_rows, gram_cols)
             if i == j:
-                norms = _diagonal_lengths(gram_rows, gram_cols)
+                norms, below = _diagonal_lengths(gram_rows, gram_cols, _width(left.rows), _width(left.cols))
                 lengths = norms if lengths is None else lengths + norms
+                lost = below if lost is None else lost + below
             term = torch.linalg.vecdot(gram_rows.flatten(1), gram_cols.flatten(1)) * (1.0 if i == j else 2.0)
             squares = term if squares is None else squares + term
-    if squares is None or lengths is None:
+    if squares is None or lengths is None or lost is None:
         raise ValueError("gram_squared_norms was given no parts. A norm needs at least one use of the parameter. Pass every recorded use.")
     # PRIVACY: terms of opposite sign cancel, and rounding may leave less than the true norm; the margin can only clip more.
-    return squares.clamp_min(0.0) + 8.0 * torch.finfo(squares.dtype).eps * lengths.square()
+    return squares.clamp_min(0.0) + 8.0 * torch.finfo(squares.dtype).eps * lengths.square() + lost.square()
 
 
-def _diagonal_lengths(gram_rows: Tensor, gram_cols: Tensor) -> Float[Tensor, " B"]:
-    """Return `sum_t |rows_t| |cols_t|`, the largest norm that these outer products could have summed to."""
-    return (gram_rows.diagonal(dim1=1, dim2=2) * gram_cols.diagonal(dim1=1, dim2=2)).clamp_min(0.0).sqrt().sum(1)
+def _diagonal_lengths(gram_rows: Tensor, gram_cols: Tensor, rows: int, cols: int) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
+    """Return `sum_t |rows_t| |cols_t|`, the largest norm that the products could have summed to, and the part that underflow may hide."""
+    row_lengths, col_lengths = (gram.diagonal(dim1=1, dim2=2).clamp_min(0.0).sqrt() for gram in (gram_rows, gram_cols))
+    tiny = torch.finfo(gram_rows.dtype).tiny
+    # PRIVACY: squares below the smallest normal number vanish; beside a huge other side, what they stand for is no longer small.
+    lost = (rows * tiny) ** 0.5 * col_lengths + (cols * tiny) ** 0.5 * row_lengths
+    return (row_lengths * col_lengths).sum(1), lost.sum(1)
 
 
 def _gram(left: Side, right: Side) -> Shaped[Tensor, "B S T"]:
