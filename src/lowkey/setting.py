@@ -15,6 +15,8 @@ from lowkey.methods import Method
 from lowkey.optim import GroupOptions
 from lowkey.release import NoiseSource, SecureNoise
 
+_SMALLEST_CLIP_NORM, _LARGEST_CLIP_NORM = 1e-8, 1e15
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
@@ -40,6 +42,12 @@ class Setting:
             raise ConfigError(
                 "clip_norm=inf with noise would make the noise infinite. Noise is in proportion to the limit. "
                 "Use a finite clip_norm, or noise_multiplier=0."
+            )
+        if not _SMALLEST_CLIP_NORM <= clip_norm <= _LARGEST_CLIP_NORM and not math.isinf(clip_norm):
+            # PRIVACY: norms are summed in float32, whose squares vanish or overflow beyond these.
+            raise ConfigError(
+                f"clip_norm={clip_norm!r} is out of reach of float32, in which norms are taken. "
+                f"It must lie in [{_SMALLEST_CLIP_NORM:g}, {_LARGEST_CLIP_NORM:g}]. Scale the losses by a public constant."
             )
         for name, wanted in (("method", "start"), ("noise", "add_"), ("plan", "noise_multiplier")):
             value = getattr(self, name)

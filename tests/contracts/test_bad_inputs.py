@@ -86,6 +86,8 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "clip norm 0": ({"clip_norm": 0.0}, "clip_norm"),
     "clip norm nan": ({"clip_norm": float("nan")}, "clip_norm"),
     "clip norm text": ({"clip_norm": "1"}, "clip_norm"),
+    "clip norm below float32": ({"clip_norm": 1e-30}, "float32"),
+    "clip norm above float32": ({"clip_norm": 1e39}, "float32"),
     "infinite clip norm with noise": ({"clip_norm": float("inf")}, "infinite"),
     "method's class": ({"method": lk.DPSGD}, "instance"),
     "noise's class": ({"noise": lk.SystemNoise}, "instance"),

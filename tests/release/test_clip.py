@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lowkey.boundary import PerExample
-from lowkey.factors import Factor, Outer
+from lowkey.factors import Dense, Factor, Outer
 from lowkey.factors.conv import Convolution, Geometry
 from lowkey.release import ClippedSum
 
@@ -47,3 +47,22 @@ def test_a_side_whose_square_underflows_is_clipped_beside_a_huge_one(small: floa
     rows, cols = torch.full((1, 2000, 4000), small), torch.full((1, 2000, 1), large)
     factor = Outer(cols, rows, (1, 4000)) if transposed else Outer(rows, cols, (4000, 1))
     assert moved(factor, factor.shape, 1) <= CLIP_NORM * (1 + ROUNDING)
+
+
+class OutOfMemory(Dense):
+    """Gradients whose sum does not fit."""
+
+    def add_sum(self, total: Tensor, weights: Tensor) -> None:
+        raise MemoryError("no room for the sum")
+
+
+@pytest.mark.parametrize("failing", ["first", "last"])
+def test_a_microbatch_that_is_added_again_after_a_failure_counts_once(failing: str) -> None:
+    value = torch.full((1, 3), 5.0)
+    blocks = {"first": Dense(value), "last": Dense(value)}
+    total = ClippedSum(dict.fromkeys(blocks, (3,)), CLIP_NORM, torch.float32, torch.device("cpu"))
+    with pytest.raises(MemoryError):
+        total.add(PerExample({**blocks, failing: OutOfMemory(value)}, 1))
+    total.add(PerExample(blocks, 1))
+    sums = total.take()._blocks
+    assert float(torch.stack([sums[name] for name in blocks]).double().norm()) <= CLIP_NORM * (1 + ROUNDING)

@@ -16,7 +16,7 @@ from lowkey.factors import Factor
 class ClippedSum:
     """The running sum of clipped examples between two releases.
 
-    Life cycle: `add` as often as there are microbatches, `take` once, then again.
+    Life cycle: `add` as often as there are microbatches, `take` once, then again. An `add` that fails on its way empties the sum.
 
     Guarantee:
         Adding or removing one example moves the sum by at most `clip_norm` in L2 norm over all blocks together,
@@ -47,9 +47,14 @@ class ClippedSum:
             # PRIVACY: an example that is not finite contributes exactly zero, and nothing else changes.
             factors = {name: factor.without(~finite) for name, factor in factors.items()}
         weights = clip_weights(squares, finite, self.clip_norm)
-        for name in list(factors):
-            # PRIVACY: only clipped examples are ever summed; a microbatch has no mean of its own.
-            factors.pop(name).add_sum(self._block(name), weights)
+        try:
+            for name in list(factors):
+                # PRIVACY: only clipped examples are ever summed; a microbatch has no mean of its own.
+                factors.pop(name).add_sum(self._block(name), weights)
+        except BaseException:
+            # PRIVACY: some blocks hold this microbatch and others do not; adding it again would count it twice, so all is dropped.
+            self._total = {}
+            raise
 
     def take(self) -> Sensitive:
         """Return the sum since the last call, and start again from zero."""
