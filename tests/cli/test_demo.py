@@ -83,7 +83,13 @@ def test_a_second_run_into_the_same_folder_is_refused(tiny: Path, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("more", "names"),
-    [(["--expected-batch-size", "61"], "expected_batch_size=61"), (["--delta", "0.5"], "delta=0.5"), (["--rank", "17"], "rank=17")],
+    [
+        (["--expected-batch-size", "61"], "expected_batch_size=61"),
+        (["--delta", "0.5"], "delta=0.5"),
+        (["--rank", "17"], "rank=17"),
+        (["--num-tokens", "17"], "at most 16"),
+        (["--num-tokens", "1"], "num_tokens=1"),
+    ],
 )
 def test_settings_that_do_not_fit_are_refused_in_one_line(
     tiny: Path, more: list[str], names: str, capsys: pytest.CaptureFixture[str]

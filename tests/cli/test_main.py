@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,15 @@ def test_an_interrupt_ends_in_status_130_and_one_line(monkeypatch: pytest.Monkey
     monkeypatch.setattr(demo, "run", interrupt)
     assert main(["demo"]) == 130
     assert capsys.readouterr().err == "\nlowkey demo: interrupted.\n"
+
+
+def test_a_reader_who_leaves_early_causes_no_traceback() -> None:
+    paths = os.pathsep.join(path for path in sys.path if path)
+    run = "c.demo.run = lambda args: [print('x' * 99) for _ in range(9999)]"
+    code = f"import sys; from lowkey.cli import commands as c; {run}; sys.exit(c.main(['demo']))"
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} | head -c 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}, check=True)
+    assert (done.stdout, done.stderr) == ("x", "")
 
 
 def test_the_options_of_the_demo_are_these() -> None:

@@ -47,6 +47,13 @@ def test_in_a_terminal_the_bar_is_one_line_that_is_rewritten() -> None:
     assert "left" in stream.getvalue()
 
 
+def test_the_bar_shrinks_rather_than_wrap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    bar = output.ProgressBar("training privately", 1000, Terminal())
+    bar.advance()
+    assert len(bar.line()) < 60
+
+
 def test_in_a_pipe_the_bar_is_at_most_ten_lines() -> None:
     stream = io.StringIO()
     with output.ProgressBar("work", 95, stream) as bar:

@@ -10,6 +10,7 @@ Errors that lowkey raises on purpose end as one line on stderr and exit status 2
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The words after `lowkey`; the process's own if None.
 
     Returns:
-        0 on success, 2 on bad input, 130 when interrupted.
+        0 on success, 1 if nobody reads the output any more, 2 on bad input, 130 when interrupted.
     """
     try:
         args = build_parser().parse_args(argv)
@@ -40,6 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LowkeyError as error:
         print(f"lowkey {args.command}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # Whoever read the output has left; Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         print(f"\nlowkey {args.command}: interrupted.", file=sys.stderr)
         return 130

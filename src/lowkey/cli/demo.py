@@ -35,7 +35,7 @@ _EXAMPLES = """\
   lowkey demo --out run/                        keep the model, the ledger and the numbers"""
 _TUNED = (
     "The learning rate and the like were chosen by looking at these mails. They are public, so nothing is hidden in epsilon; "
-    "on private mails such a search has its own price (lowkey account)."
+    "on private mails such a search has its own price."
 )
 
 
@@ -100,6 +100,7 @@ def run(args: Namespace) -> int:
     from lowkey.data import load_mails
 
     model = text_model.load_text_model(args.model, seed=args.seed)
+    text_model.check_num_tokens(model.network, args.num_tokens)
     mails = load_mails().first(args.num_mails)
     settings = _calibrate(args, num_examples=len(mails.train))
     _introduce(model, mails, settings)

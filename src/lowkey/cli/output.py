@@ -13,6 +13,7 @@ from typing import Self, TextIO
 
 _WIDEST = 100
 _NARROWEST = 40
+_BAR = 24
 _SECOND_COLUMN = re.compile(r"\s+\S+(?: \S+)*\s{2,}")
 
 
@@ -23,7 +24,7 @@ def width() -> int:
 
 def section(title: str, *lines: str) -> str:
     """Return a heading with indented lines below it."""
-    return "\n".join(["", title, *(f"  {line}" for line in lines)])
+    return "\n".join(["", title, *(f"  {line}".rstrip() for line in lines)])
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -109,8 +110,11 @@ class ProgressBar:
         spent = time.monotonic() - self._start
         left = spent / self._done * (self.total - self._done) if self._done else None
         clock = f"{duration(spent)}, {duration(left)} left" if left else duration(spent)
-        filled = 24 * self._done // self.total
-        return f"{self.label}  {'█' * filled}{'░' * (24 - filled)}  {self._done}/{self.total}  {clock}"
+        numbers = f"{self._done}/{self.total}  {clock}"
+        # A line that wraps cannot be rewritten, so the bar takes what the words leave.
+        size = max(1, min(_BAR, width() - len(self.label) - len(numbers) - 5))
+        filled = size * self._done // self.total
+        return f"{self.label}  {'█' * filled}{'░' * (size - filled)}  {numbers}"
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._stream.isatty():

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -86,7 +87,8 @@ def measure(network: nn.Module, private: Workload, *, num_rounds: int, on_turn: 
     ordinary = replace(private, method=None)
     steps = [make_step(copy.deepcopy(network), workload, num_rounds + 1) for workload in (ordinary, private)]
     seconds = time_in_turns(steps, num_rounds=num_rounds, on_turn=on_turn)
-    memory = [measure_memory(workload) for workload in (ordinary, private)]
+    with ThreadPoolExecutor() as pool:
+        memory = list(pool.map(measure_memory, (ordinary, private)))
     on_turn()
     costs = [Cost(seconds=time_, memory_bytes=bytes_) for time_, bytes_ in zip(seconds, memory, strict=True)]
     return costs[0], costs[1]

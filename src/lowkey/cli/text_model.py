@@ -118,13 +118,33 @@ def freeze_embeddings(network: nn.Module) -> None:
         parameter.requires_grad_(False)
 
 
+def check_num_tokens(network: nn.Module, num_tokens: int) -> None:
+    """Refuse more tokens than the model has positions for.
+
+    Raises:
+        ConfigError: With the largest number that fits.
+    """
+    longest = getattr(network.config, "max_position_embeddings", None)
+    if isinstance(longest, int) and num_tokens > longest:
+        raise ConfigError(f"num_tokens={num_tokens} is above the {longest} positions that the model knows. Use at most {longest}.")
+
+
 def encode(tokenizer: Any, mails: Sequence[Mail], *, num_tokens: int) -> TensorDataset:
     """Turn mails into (token ids, attention mask, label), all of one length.
 
     Guarantee:
         A mail's row depends on that mail alone: the length is fixed, not the longest of a batch.
+
+    Raises:
+        ConfigError: The tokenizer cannot pad, or cannot cut a mail to so few tokens.
     """
-    rows = tokenizer([mail.text for mail in mails], padding="max_length", truncation=True, max_length=num_tokens, return_tensors="pt")
+    try:
+        rows = tokenizer([mail.text for mail in mails], padding="max_length", truncation=True, max_length=num_tokens, return_tensors="pt")
+    except (OverflowError, ValueError) as error:
+        raise ConfigError(
+            f"num_tokens={num_tokens} does not suit this tokenizer ({_first_line(error)}). "
+            "Every mail is cut or padded to that length. Use another length, or a model with a padding token."
+        ) from error
     return TensorDataset(rows["input_ids"], rows["attention_mask"], torch.tensor([mail.is_spam for mail in mails], dtype=torch.int64))
 
 
