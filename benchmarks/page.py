@@ -26,10 +26,16 @@ def fill(page: str, name: str, text: str) -> str:
 
 def steps_text(result: dict[str, Any]) -> str:
     """Return the machine in a sentence, and each workload's table."""
-    parts = [_machine(result["machine"]), f"Medians of {result['settings']['rounds']} rounds."]
+    parts = [_machine(result["machine"]), _rounds(result)]
     for measured in result["workloads"].values():
         parts += ["", measured["title"][:1].upper() + measured["title"][1:] + ":", "", table(measured["summary"])]
     return "\n".join(parts)
+
+
+def _rounds(result: dict[str, Any]) -> str:
+    if all(measured["time"] for measured in result["workloads"].values()):
+        return f"Times are medians of {result['settings']['rounds']} rounds."
+    return "Memory alone: no time has been taken on a machine that was free."
 
 
 def size_text(result: dict[str, Any]) -> str:

@@ -18,11 +18,14 @@ OURS, OTHERS = "#2b6cb0", "#a0aec0"
 def draw_steps(result: dict[str, Any], out: Path) -> None:
     """Draw each workload's ratios of time and memory as bars, ordinary training at 1."""
     workloads = result["workloads"]
-    figure, axes = plt.subplots(len(workloads), 2, figsize=(10, 2.9 * len(workloads)), squeeze=False, sharey="row", layout="constrained")
+    measures = {"wall_ratio": "time of a step", "memory_ratio": "memory above the idle process"}
+    measures = {key: label for key, label in measures.items() if all(key in w["summary"][REFERENCES[0]] for w in workloads.values())}
+    size = (5 * len(measures) + 1, 2.9 * len(workloads))
+    figure, axes = plt.subplots(len(workloads), len(measures), figsize=size, squeeze=False, sharey="row", layout="constrained")
     for row, measured in zip(axes, workloads.values(), strict=True):
         shown = {name: values for name, values in measured["summary"].items() if name != REFERENCES[1]}
-        _bars(row[0], shown, "wall_ratio", "time of a step")
-        _bars(row[1], shown, "memory_ratio", "memory above the idle process")
+        for place, (key, label) in zip(row, measures.items(), strict=True):
+            _bars(place, shown, key, label)
         row[0].set_title(measured["title"], loc="left", fontsize=9)
     _save(figure, out)
 

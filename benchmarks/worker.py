@@ -43,7 +43,6 @@ class Runner:
         materials = WORKLOADS[workload].materials(device)
         # Idle: libraries loaded, model and batch in place, nothing attached to them yet.
         self.idle = self._held()
-        self.trained = sum(parameter.numel() for parameter in materials.model.parameters() if parameter.requires_grad)
         self._reset_peak()
         self._step = CONTENDERS[contender].start(materials)
 
@@ -79,7 +78,7 @@ class Runner:
 
 def serve(runner: Runner, orders: TextIO, answers: TextIO) -> None:
     """Answer until told to quit."""
-    print(json.dumps({"idle": runner.idle, "trained": runner.trained}), file=answers, flush=True)
+    print(json.dumps({"idle": runner.idle}), file=answers, flush=True)
     for order in orders:
         if order.strip() == "quit":
             return
