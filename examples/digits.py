@@ -2,6 +2,7 @@
 
     python examples/digits.py               the full gradient: DP-SGD, with Adam
     python examples/digits.py --rank 16     the same run in random sketches of 16 dimensions per matrix: DP-GRAPE
+    python examples/digits.py --no-privacy  the same loop without clipping and noise, to compare
 
 The digits are drawn by this file, so nothing is downloaded; they stand in for private images.
 """
@@ -18,6 +19,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lowkey as lk
+from lowkey.methods import Method
 
 # Each digit is five rows of three pixels; a row is a number from 0 to 7.
 GLYPHS = ("75557", "26227", "71747", "71317", "55711", "74717", "74757", "71122", "75757", "75717")
@@ -50,7 +52,7 @@ def accuracy(model: nn.Module, dataset: TensorDataset) -> float:
     return float((model(images).argmax(1) == labels).float().mean())
 
 
-def train(model: nn.Module, dataset: TensorDataset, method: lk.DPSGD | lk.Grape, learning_rate: float, epsilon: float) -> str:
+def train(model: nn.Module, dataset: TensorDataset, method: Method, learning_rate: float, epsilon: float) -> str:
     """Train `model` in place, and return what may be said about its privacy."""
     plan = lk.calibrate(epsilon=epsilon, delta=1e-5, num_examples=len(dataset), expected_batch_size=500, num_steps=100)
     print(f"{plan.num_steps} steps of about {plan.expected_batch_size} examples, noise {plan.noise_multiplier:.3f} times the clip norm")
@@ -71,8 +73,10 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=0, help="kept dimensions per matrix; 0 for the full gradient")
     parser.add_argument("--learning-rate", type=float, help="Adam's; by default 0.005, or 0.015 with a sketch")
     parser.add_argument("--epsilon", type=float, default=3.0)
+    parser.add_argument("--no-privacy", action="store_true", help="neither clip nor add noise")
     args = parser.parse_args()
-    method = lk.Grape(rank=args.rank, refresh_every=50) if args.rank else lk.DPSGD()
+    private_method = lk.Grape(rank=args.rank, refresh_every=50) if args.rank else lk.DPSGD()
+    method = lk.nonprivate.NonPrivate() if args.no_privacy else private_method
     learning_rate = args.learning_rate or (0.015 if args.rank else 0.005)
 
     model = build_model()
