@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy import stats
 from torch.utils.data import TensorDataset
 
 from lowkey.account import Plan, TruncatedPoisson, Unsampled
 from lowkey.audit.result import AuditResult, Check, Findings
-from lowkey.audit.statistics import ALPHA
+from lowkey.audit.statistics import ALPHA, distributions
 from lowkey.errors import ConfigError
 from lowkey.sample import poisson_batches, unsampled_batches
 from lowkey.sample.microbatch import map_columns
@@ -157,7 +156,7 @@ def _law_of_sizes(plan: Plan) -> tuple[_Law, float]:
     first = max(0, math.floor(plan.expected_batch_size - spread))
     last = min(plan.num_examples, math.ceil(plan.expected_batch_size + spread))
     sizes = np.arange(first, last + 1)
-    chances = stats.binom.pmf(sizes, plan.num_examples, plan.sampling_rate)
+    chances = distributions().binom.pmf(sizes, plan.num_examples, plan.sampling_rate)
     cap = plan.sampling.max_batch_size if isinstance(plan.sampling, TruncatedPoisson) else plan.num_examples
     law = _Law(np.minimum(sizes, cap).astype(np.float64), chances / chances.sum())
     return law, law.mean / plan.num_examples
@@ -226,7 +225,7 @@ def _check_fresh(draws: list[Draw], num_examples: int, rate: float, run_length: 
 def _report_pairs(count: int, trials: int, chance: float, label: str, check: Check, findings: Findings) -> None:
     if not trials:
         return
-    p_value = min(1.0, 2.0 * min(stats.binom.cdf(count, trials, chance), stats.binom.sf(count - 1, trials, chance)))
+    p_value = min(1.0, 2.0 * min(distributions().binom.cdf(count, trials, chance), distributions().binom.sf(count - 1, trials, chance)))
     if p_value < ALPHA / _NUM_TESTS:
         findings.report(check, f"{label} {count} times, where {trials * chance:.1f} were expected.")
 
@@ -235,7 +234,7 @@ def _two_sided(value: float, mean: float, variance: float) -> float:
     """Return the p-value under a gamma law of this mean and variance: right for sums of squares, and near a normal for large means."""
     if variance <= 0.0:
         return 1.0 if math.isclose(value, mean) else 0.0
-    law = stats.gamma(mean * mean / variance, scale=variance / mean)
+    law = distributions().gamma(mean * mean / variance, scale=variance / mean)
     return float(min(1.0, 2.0 * min(law.cdf(value), law.sf(value))))
 
 

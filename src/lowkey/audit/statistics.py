@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import math
+from types import ModuleType
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
 
 ALPHA = 1e-6
 """The chance that an audit of a right mechanism reports its noise as wrong."""
@@ -14,16 +16,22 @@ ALPHA = 1e-6
 Numbers = NDArray[np.float64]
 
 
+@functools.cache
+def distributions() -> ModuleType:
+    """Import scipy's distributions when an audit first needs them: they take longer to load than all of lowkey."""
+    return importlib.import_module("scipy.stats")
+
+
 def scale_p_value(sum_of_squares: float, count: int) -> float:
     """Return the two-sided p-value of a sum of squares of `count` standard normals."""
     if not math.isfinite(sum_of_squares):
         return 0.0
-    return float(min(1.0, 2.0 * min(stats.chi2.cdf(sum_of_squares, count), stats.chi2.sf(sum_of_squares, count))))
+    return float(min(1.0, 2.0 * min(distributions().chi2.cdf(sum_of_squares, count), distributions().chi2.sf(sum_of_squares, count))))
 
 
 def scale_interval(sum_of_squares: float, count: int, alpha: float) -> tuple[float, float]:
     """Return the interval that holds the standard deviation, as a multiple of the claimed one, but for a chance of `alpha`."""
-    low, high = stats.chi2.ppf([alpha / 2, 1 - alpha / 2], count)
+    low, high = distributions().chi2.ppf([alpha / 2, 1 - alpha / 2], count)
     return math.sqrt(sum_of_squares / high), math.sqrt(sum_of_squares / low)
 
 
@@ -34,7 +42,7 @@ def mean_p_value(total: float, count: int) -> float:
 
 def normal_p_value(z: float) -> float:
     """Return the two-sided p-value of one standard normal."""
-    return float(2.0 * stats.norm.sf(abs(z))) if math.isfinite(z) else 0.0
+    return float(2.0 * distributions().norm.sf(abs(z))) if math.isfinite(z) else 0.0
 
 
 def shape_p_value(sample: Numbers) -> float:
@@ -42,7 +50,7 @@ def shape_p_value(sample: Numbers) -> float:
 
     The scale is tested elsewhere; fitting it here only makes this test more forgiving.
     """
-    return float(stats.kstest(sample / math.sqrt(float(np.mean(sample**2))), "norm").pvalue)
+    return float(distributions().kstest(sample / math.sqrt(float(np.mean(sample**2))), "norm").pvalue)
 
 
 def largest_correlation(rows: Numbers, others: Numbers | None = None) -> tuple[float, int, tuple[int, int]]:

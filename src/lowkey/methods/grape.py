@@ -95,8 +95,9 @@ class _GrapeStrategy:
         self._current: dict[str, Sketch] = {}
         if all(axis is None for axis in self._axes.values()):
             raise ConfigError(
-                f"Grape(rank={method.rank}) found no matrix to sketch among {list(start.specs)[:5]}. "
-                "Without a linear, convolution or embedding weight it would be plain DP-SGD. Use DPSGD(), or sketch_embeddings=True."
+                f"rank={method.rank} leaves no matrix to sketch among {list(start.specs)[:5]}. "
+                "A sketch needs a linear, convolution or embedding weight whose two sides are above the rank. "
+                "Use a smaller rank, sketch_embeddings=True, or DPSGD()."
             )
         _check_rank(method.rank, start.specs, self._axes)
 
