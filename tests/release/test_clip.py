@@ -49,6 +49,23 @@ def test_a_side_whose_square_underflows_is_clipped_beside_a_huge_one(small: floa
     assert moved(factor, factor.shape, 1) <= CLIP_NORM * (1 + ROUNDING)
 
 
+@pytest.mark.parametrize("setting", ["autocast", "medium", "highest"])
+def test_the_precision_that_a_program_runs_in_reaches_neither_norms_nor_sums(setting: str) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium" if setting == "medium" else "highest")
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=setting == "autocast"):
+            # Numbers that bfloat16 rounds upwards, each alone and all together.
+            inputs, backprops = torch.full((1, 8, 12, 12), 1.0 + 11 * 2**-9), torch.full((1, 16, 10, 10), 1.0 + 11 * 2**-9)
+            factor = Convolution(backprops, inputs, Geometry((1, 1), (0, 0), (1, 1), 1), (16, 8, 3, 3))
+            side = inputs.flatten(2)
+            assert moved(factor, (16, 8, 3, 3), 1) == pytest.approx(CLIP_NORM, rel=1e-4)
+            assert moved(Outer(side, side, (144, 144)), (144, 144), 1) == pytest.approx(CLIP_NORM, rel=1e-4)
+            assert torch.get_float32_matmul_precision() == ("medium" if setting == "medium" else "highest")
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 class OutOfMemory(Dense):
     """Gradients whose sum does not fit."""
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lowkey.boundary import PerExample, Sensitive
 from lowkey.factors import Factor
+from lowkey.release.arithmetic import in_full_precision
 
 
 class ClippedSum:
@@ -39,7 +40,11 @@ class ClippedSum:
 
     def add(self, per_example: PerExample[Factor]) -> None:
         """Clip every example of a microbatch and add it; the microbatch is consumed, block by block."""
-        factors, batch_size = _open(per_example)
+        # PRIVACY: a norm in one precision and a sum in another would not fit together.
+        with in_full_precision(self._device):
+            self._add(*_open(per_example))
+
+    def _add(self, factors: dict[str, Factor], batch_size: int) -> None:
         # PRIVACY: one joint norm over every trained coordinate; clipping blocks apart would allow sqrt(number of blocks) times the bound.
         squares = self._squared_norms(factors, batch_size)
         finite = torch.isfinite(squares)
