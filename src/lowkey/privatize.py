@@ -136,6 +136,7 @@ class Private:
         self._gradients = ClippedGradients(model, self._parameters, self._sketches, setting.bound, setting.execution)
         self._step = self._resumed_at = 0
         self._closed = False
+        self._drawn: int | None = None  # how many batches the plan had handed out when the sum of this step began
         self._observers: list[Callable[[Released], None]] = []
         try:
             self._ledger: Ledger = open_ledger(setting.ledger, setting.header)
@@ -152,9 +153,16 @@ class Private:
         Raises:
             ShapeError: `losses` is not one loss per example.
             UnsupportedLayerError: A parameter was used where its per-example gradient cannot be known, or examples touch each other.
+            PrivacyBoundaryError: A second batch was drawn for the plan since this step's first `backward`.
+
+        Assumes:
+            Each example has one loss between two steps, and no loss holds two examples: two losses of one example are added up first.
         """
         self._check_open()
+        drawn = num_drawn(self._setting.plan)
+        self._check_one_batch(drawn)
         self._gradients.add(losses)
+        self._drawn = drawn
 
     # -- the public side -----------------------------------------------------------------------------------------------
 
@@ -169,7 +177,7 @@ class Private:
         self._gradients.check_reached()
         # PRIVACY: the release is charged, on disk, before any noise is drawn for it.
         number = self._ledger.intend()
-        sensitive = self._gradients.take()
+        sensitive, self._drawn = self._gradients.take(), None
         plan = self._setting.plan
         released = release_gaussian(sensitive, self._setting.noise_multiplier, plan.expected_batch_size, self._setting.noise, number)
         for observer in self._observers:
@@ -210,7 +218,7 @@ class Private:
 
     def _adopt(self, sketches: Mapping[str, Sketch]) -> None:
         """Go on in other coordinates."""
-        self._sketches = sketches
+        self._sketches, self._drawn = sketches, None
         self._slots.refresh(sketches, self._strategy.subspaces(sketches), self._strategy.on_refresh)
         self._gradients.use(sketches)
 
@@ -328,6 +336,14 @@ class Private:
 
     def _start(self) -> Start:
         return Start(specs=self._specs, weights=self._parameters, seed=self._setting.seed)
+
+    def _check_one_batch(self, drawn: int) -> None:
+        if self._drawn is not None and drawn != self._drawn:
+            # PRIVACY: an example that joins two batches of one release moves it by twice the clip norm.
+            raise PrivacyBoundaryError(
+                "a second batch was drawn for the plan before the first was released. An example may be in both, and would count twice. "
+                "Call private.step() once for each batch, also for one that was interrupted, and cut large batches with lk.split()."
+            )
 
     def _check_open(self) -> None:
         if self._closed:
