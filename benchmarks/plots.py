@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def draw_steps(result: dict[str, Any], out: Path) -> None:
         shown = {name: values for name, values in measured["summary"].items() if name != REFERENCES[1]}
         for place, (key, label) in zip(row, measures.items(), strict=True):
             _bars(place, shown, key, label)
-        row[0].set_title(measured["title"], loc="left", fontsize=9)
+        row[0].set_title(textwrap.fill(measured["title"], 45 * len(measures)), loc="left", fontsize=9)
     _save(figure, out)
 
 
@@ -59,7 +60,7 @@ def draw_size(result: dict[str, Any], out: Path) -> None:
     axes.set_xlabel("batch, examples × tokens")
     axes.set_ylabel("memory of the process, GB")
     axes.set_title(f"{result['parameters'] / 1e9:.1f} billion parameters, float32, rank {result['rank']}", fontsize=10)
-    axes.legend(frameon=False, loc="center right")
+    figure.legend(frameon=False, loc="outside lower center", ncols=2, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     _save(figure, out)
 
