@@ -512,3 +512,62 @@ def test_a_ledger_never_holds_more_than_public_facts(tmp_path: Path) -> None:
     frame = {"kind", "format", "version", "run", "reserve", "step", "count", "committed", "unused"}
     plan = {"num_examples", "expected_batch_size", "sampling_rate", "noise_multiplier", "delta", "num_steps", "sampling"}
     assert fields == frame | plan | {"run_id", "dataset", "clip_norm", "relation", "method", "noise_source", "versions"}
+
+
+# Steps that are taken again --------------------------------------------------
+
+SHUFFLED = replace(PLAN, num_examples=100, expected_batch_size=10, num_steps=60, sampling=Unsampled())
+
+
+def _joined(passes: list[tuple[int, int]]) -> int:
+    """Return the most often that one example can join when these stretches of steps are taken, by trying every example's places.
+
+    An example has one place in each epoch of ten steps; the worst one has it wherever most passes go through.
+    """
+    last = max(stop for _, stop in passes)
+    return sum(
+        max(sum(start <= step < stop for start, stop in passes) for step in range(epoch, epoch + 10)) for epoch in range(0, last, 10)
+    )
+
+
+@pytest.mark.parametrize(
+    "stretches",
+    [
+        [(0, 5), (0, 5)],
+        [(0, 10), (9, 11)],
+        [(0, 5), (0, 5), (0, 5)],
+        [(0, 12), (8, 12), (9, 14)],
+        [(0, 5), (0, 8), (3, 9)],
+        [(0, 25), (3, 30)],
+    ],
+    ids=str,
+)
+def test_shuffled_steps_that_are_redone_from_a_checkpoint_are_charged_again(tmp_path: Path, stretches: list[tuple[int, int]]) -> None:
+    path, header = tmp_path / "ledger", replace(HEADER, plan=SHUFFLED)
+    ledger = open_ledger(path, header)
+    heads = {0: ledger.head}
+    for number, (start, stop) in enumerate(stretches):
+        if number:
+            ledger = open_ledger(path, header, resume=heads[start])
+        for step in range(start, stop):
+            ledger.intend()
+            heads[step + 1] = ledger.head
+        charged = ledger.epsilon()
+        ledger.close()
+    assert charged >= epsilon([(1.0, SHUFFLED.noise_multiplier, _joined(stretches))], SHUFFLED.delta) * (1 - 1e-9)
+    assert read_ledger(path).bound("digits", SHUFFLED.delta).epsilon == charged
+    fresh = open_ledger(path, replace(header, run_id="run-2"))
+    assert fresh.epsilon() == charged
+    fresh.close()
+
+
+def test_a_shuffled_run_that_resumes_where_it_stopped_costs_what_an_uninterrupted_one_does(tmp_path: Path) -> None:
+    path, header = tmp_path / "ledger", replace(HEADER, plan=SHUFFLED)
+    ledger = open_ledger(path, header)
+    spend(ledger, 7)
+    head = ledger.head
+    ledger.close()
+    resumed = open_ledger(path, header, resume=head)
+    spend(resumed, 3)
+    assert resumed.epsilon() == SHUFFLED.epsilon_after(10)
+    resumed.close()

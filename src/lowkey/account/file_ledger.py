@@ -77,7 +77,8 @@ class FileLedger:
         return (*earlier, history_entry(self._header, self._num_intents))
 
     def events(self) -> list[Event]:
-        return [*(run.event for run in self._earlier), self._header.event(self._num_intents)]
+        earlier = [event for run in self._earlier for event in run.events]
+        return [*earlier, *self._header.events(self._num_intents, self._returns)]
 
     def bound(self, delta: float | None = None) -> Bound:
         return compose(self.events(), self._header.plan.delta if delta is None else delta)
@@ -106,19 +107,22 @@ class FileLedger:
         self._header = header if before is None else replace(header, run_id=before.header.run_id)
         self._num_intents = 0 if before is None else before.num_intents
         self._num_committed = 0 if before is None else before.num_committed
+        goes_back = before is not None and resume is not None and before.num_intents != resume.num_intents
+        returns = () if before is None else before.returns
+        self._returns = (*returns, self._num_intents) if goes_back else returns
         self._earlier = tuple(run for index, run in enumerate(runs) if index != self._index and run.header.dataset == header.dataset)
         self._state = _State(found.chain, len(found.records), found.size, self._num_intents)
         self._mend(found, runs)
-        self._announce(is_new=before is None, covering=len(found.torn) if not runs else 0)
+        self._announce(is_new=before is None, covering=len(found.torn) if not runs else 0, goes_back=goes_back)
 
-    def _announce(self, *, is_new: bool, covering: int) -> None:
+    def _announce(self, *, is_new: bool, covering: int, goes_back: bool) -> None:
         """Record who writes from here on, over a broken end of ``covering`` bytes that no run can be charged for."""
         facts = header_to_json(self._header)
         kind = {"kind": "run" if is_new else "resume", "run": self._index, "reserve": self._reserve}
         if is_new:
             self._append({**kind, **facts}, at_least=covering)
         else:
-            self._append({**kind, "num_steps": facts["num_steps"], "versions": facts["versions"]})
+            self._append({**kind, "num_steps": facts["num_steps"], "goes_back": goes_back, "versions": facts["versions"]})
 
     def _mend(self, found: Scan, runs: tuple[Run, ...]) -> None:
         """Begin an empty file, and replace a broken end by a record that charges for it."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import platform
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import metadata
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, assert_never
 
 from lowkey.account.events import Event
 from lowkey.account.plan import Plan
-from lowkey.account.sampling import Poisson, Sampling, TruncatedPoisson, Unsampled
+from lowkey.account.sampling import Poisson, Sampling, TruncatedPoisson, Unsampled, count_epochs
 from lowkey.account.statement import RELATION, NoiseOrigin
 from lowkey.errors import ConfigError, LedgerError
 
@@ -59,11 +60,32 @@ class RunHeader:
         """How many releases the plan allows."""
         return self.plan.num_steps
 
-    def event(self, num_steps: int) -> Event:
-        """Return ``num_steps`` releases of this run, in the terms that compose; seeded noise counts as none."""
-        event = self.plan.event(num_steps)
+    def events(self, num_steps: int, returns: Sequence[int] = ()) -> list[Event]:
+        """Return ``num_steps`` releases of this run, in the terms that compose; seeded noise counts as none.
+
+        Args:
+            num_steps: Releases in all.
+            returns: How many of them had been made at each return to an earlier checkpoint, in ascending order.
+
+        Guarantee:
+            Shuffled batches that are taken again meet their examples again, so each stretch of steps between two returns is charged
+            for as often as one example can join in it, wherever in an epoch it lies. Draws by coins need no such charge.
+        """
+        if not (isinstance(self.plan.sampling, Unsampled) and returns):
+            return [self._noised(self.plan.event(num_steps))]
+        # PRIVACY: counted in one stretch, steps that were taken again within an epoch would look like steps of other examples.
+        stretches = [stop - start for start, stop in pairwise((*returns, num_steps))]
+        repeats = sum(min(length, 1 + self._count_epochs(length)) for length in stretches)
+        again = replace(self.plan.event(repeats), sampling_rate=1.0, sampling=Poisson())
+        return [self._noised(self.plan.event(returns[0])), self._noised(again)]
+
+    def _noised(self, event: Event) -> Event:
         # PRIVACY: whoever knows the seed subtracts the noise.
         return replace(event, noise_multiplier=0.0) if self.noise_source is NoiseOrigin.SEEDED else event
+
+    def _count_epochs(self, num_steps: int) -> int:
+        plan = self.plan
+        return count_epochs(num_steps=num_steps, expected_batch_size=plan.expected_batch_size, num_examples=plan.num_examples)
 
 
 @dataclass(frozen=True, kw_only=True)

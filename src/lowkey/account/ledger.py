@@ -151,7 +151,7 @@ class MemoryLedger:
         return (history_entry(self._header, self._num_intents),)
 
     def events(self) -> list[Event]:
-        return [self._header.event(self._num_intents)]
+        return self._header.events(self._num_intents)
 
     def bound(self, delta: float | None = None) -> Bound:
         return compose(self.events(), self._header.plan.delta if delta is None else delta)

@@ -26,6 +26,7 @@ class Run:
         num_committed: The last step that is known to have reached the weights.
         reserve: How many releases its process sets aside at a time.
         num_torn: How many of the charged releases stand for a broken end of the file.
+        returns: For each return to a checkpoint that did not know the last releases, how many were charged by then.
     """
 
     header: RunHeader
@@ -33,11 +34,12 @@ class Run:
     num_committed: int = 0
     reserve: int = 1
     num_torn: int = 0
+    returns: tuple[int, ...] = ()
 
     @property
-    def event(self) -> Event:
+    def events(self) -> list[Event]:
         """The charged releases, in the terms that compose."""
-        return self.header.event(self.num_intents)
+        return self.header.events(self.num_intents, self.returns)
 
 
 def fold(found: Scan, path: str) -> tuple[Run, ...]:
@@ -113,7 +115,8 @@ def _advance(run: Run, kind: str, body: Mapping[str, Any]) -> Run:
             return charge_torn(run, num_bytes)
         case "resume":
             plan = replace(run.header.plan, num_steps=body["num_steps"])
-            return replace(run, header=replace(run.header, plan=plan), reserve=_count(body["reserve"]))
+            returns = (*run.returns, run.num_intents) if body.get("goes_back") else run.returns
+            return replace(run, header=replace(run.header, plan=plan), reserve=_count(body["reserve"]), returns=returns)
         case _:
             raise ValueError(f"its kind {kind!r} is unknown")
 
@@ -183,13 +186,13 @@ def read_ledger(path: str | os.PathLike[str]) -> LedgerReport:
 
 def events_of(runs: Iterable[Run], dataset: str) -> list[Event]:
     """Return the charged releases of all runs over ``dataset``."""
-    return [run.event for run in runs if run.header.dataset == dataset]
+    return [event for run in runs if run.header.dataset == dataset for event in run.events]
 
 
 def _describe(run: Run) -> str:
     header, plan = run.header, run.header.plan
     torn = f", {run.num_torn} of them for a broken record" if run.num_torn else ""
-    epsilon = format_up(compose([run.event], plan.delta).epsilon)
+    epsilon = format_up(compose(run.events, plan.delta).epsilon)
     return (
         f"  {header.run_id}  {header.method} on {header.dataset!r}: "
         f"{run.num_intents} of {plan.num_steps} releases charged{torn}, {run.num_committed} committed; "
