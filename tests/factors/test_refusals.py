@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowkey as lk
+from lowkey.factors import isolation
 
 EXAMPLES, FEATURES = 6, 4
 
@@ -107,7 +108,7 @@ def test_a_layer_that_sees_the_examples_in_another_order_is_refused(examples: in
     model = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh(), nn.Linear(FEATURES, FEATURES))
 
     def sorted_inside(module: nn.Module, x: Tensor) -> Tensor:
-        order = module[0](x)[:, 0].argsort()
+        order = torch.arange(len(x)).flip(0)
         return module[2](module[0](x).tanh()[order])[order.argsort()].square().sum(1)
 
     with pytest.raises(lk.UnsupportedLayerError, match="examples are mixed"):
@@ -320,3 +321,23 @@ def test_evaluation_passes_through_untouched() -> None:
         with torch.inference_mode():
             assert torch.equal(model(rows()), expected)
         assert torch.equal(model(rows()), expected)
+
+
+def test_rounding_that_never_repeats_is_not_taken_for_coupling(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = isolation.isolation_weights(torch.zeros(4))
+    plain = [("weight", torch.full((4,), 1.0)), ("key.bias", torch.full((4,), 1e-9))]
+    weighted = [("weight", weights.square()), ("key.bias", 3e-9 * weights.square())]
+    with pytest.raises(lk.UnsupportedLayerError, match=r"key\.bias"):
+        isolation.check_isolation(weights, weighted, plain)
+    # An accelerator's sums are not ordered; there, what is zero but for rounding may differ by any factor.
+    monkeypatch.setattr(isolation, "_ORDERED", isolation._UNORDERED)
+    assert isolation.check_isolation(weights, weighted, plain) == {"weight", "key.bias"}
+
+
+def test_coupling_is_seen_above_the_rounding_of_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolation, "_ORDERED", isolation._UNORDERED)
+    weights = isolation.isolation_weights(torch.zeros(4))
+    plain = [("weight", torch.ones(4)), ("router", torch.full((4,), 1e-3))]
+    weighted = [("weight", weights.square()), ("router", 1.1e-3 * weights.square())]
+    with pytest.raises(lk.UnsupportedLayerError, match="router"):
+        isolation.check_isolation(weights, weighted, plain)
