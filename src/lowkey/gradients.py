@@ -22,7 +22,7 @@ class ClippedGradients:
 
     Guarantee:
         What `take` returns moves by at most the clip norm when one example joins or leaves.
-        While attached, no raw gradient of a trainable parameter is left on it.
+        While attached, no raw gradient is left on a parameter of the model.
     """
 
     def __init__(
@@ -33,6 +33,7 @@ class ClippedGradients:
         clip_norm: float,
         execution: Execution,
     ) -> None:
+        self._model = model
         self._parameters = dict(parameters)
         self._device = _one_device(parameters)
         weights = _weights(parameters, sketches)
@@ -109,10 +110,16 @@ class ClippedGradients:
     def _run_backward(self, losses: Tensor, weights: Tensor, record: Record = Record.FACTORS, *, again: bool = False) -> None:
         self._collector.begin(len(losses), record)
         torch.autograd.backward(losses, weights, retain_graph=again)
-        raw = [name for name, parameter in self._parameters.items() if parameter.grad is not None]
-        for parameter in self._parameters.values():
+        raw = [name for name, parameter in self._model.named_parameters() if parameter.grad is not None]
+        for parameter in self._model.parameters():
             # PRIVACY: no raw gradient may stay where an optimizer, a hook or a log could read it.
             parameter.grad = None
+        late = [name for name in raw if name not in self._parameters]
+        if late:
+            raise ConfigError(
+                f"'{late[0]}' requires gradients and was not among the trained parameters when the model became private. "
+                "Its gradient would have neither limit nor noise. Freeze it with requires_grad_(False), or close() and attach it again."
+            )
         if raw:
             raise UnsupportedLayerError(
                 f"'{raw[0]}' was used where lowkey cannot see it, so its gradient arrived summed over the batch. "
@@ -142,7 +149,6 @@ def _require_gradients(model: nn.Module, parameters: Mapping[str, nn.Parameter])
     before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in parameters)
-    for parameter in parameters.values():
         parameter.grad = None
     return before
 

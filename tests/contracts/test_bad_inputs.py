@@ -176,6 +176,33 @@ def test_layers_that_mix_examples_are_refused_by_name(layer: nn.Module, words: s
         attach(nn.Sequential(layer, nn.Linear(12, 4)))
 
 
+@pytest.mark.parametrize("affine", [True, False])
+def test_running_statistics_do_not_move_in_a_pass_without_gradients_either(affine: bool) -> None:
+    norm = nn.BatchNorm1d(12, affine=affine).eval()
+    model = nn.Sequential(norm, nn.Linear(12, 4))
+    with attach(model), torch.no_grad():
+        model.train()
+        before = norm.running_mean.clone()
+        with pytest.raises(lk.UnsupportedLayerError, match="without noise"):
+            model(batch_of()["x"])
+        assert torch.equal(norm.running_mean, before)
+        norm.eval()
+        model(batch_of()["x"])
+
+
+@pytest.mark.parametrize(
+    "change", [lambda model: model.requires_grad_(True), lambda model: model.body.append(nn.Linear(4, 4))], ids=["unfrozen", "added"]
+)
+def test_a_parameter_that_joins_later_is_refused_and_keeps_no_gradient(change: Callable[[Mlp], object]) -> None:
+    model = Mlp()
+    with attach(model) as private:
+        change(model)
+        with pytest.raises(lk.ConfigError, match="when the model became private"):
+            private.backward(cross_entropy(model, batch_of()))
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert private.num_steps_left == PLAN.num_steps
+
+
 def test_a_loss_that_couples_examples_is_refused_before_anything_is_charged() -> None:
     model = Mlp()
 

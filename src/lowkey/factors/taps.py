@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage] # reason: the base of all layers with running statistics
 
-from lowkey.errors import ConfigError
+from lowkey.errors import ConfigError, UnsupportedLayerError
 from lowkey.factors.capture import Capture
 
 
@@ -27,6 +28,7 @@ class Tap:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward pass."""
+        _check_still(self._module)
         if not torch.is_grad_enabled() or self._capture.is_watching:
             return self._inner(*args, **kwargs)
         with self._capture.watching():
@@ -41,6 +43,15 @@ class Tap:
         return getattr, (self._module, "forward")
 
 
+def _check_still(module: nn.Module) -> None:
+    if isinstance(module, _NormBase) and module.training and module.running_mean is not None and not torch.is_grad_enabled():
+        # PRIVACY: running statistics leave with the model's state_dict, and no noise was added to them.
+        raise UnsupportedLayerError(
+            f"{type(module).__name__} is in training mode, where every pass writes statistics of its batch into the model without noise, "
+            "also a pass without gradients. A buffer may hold no private data. Call eval() on the layer after every model.train()."
+        )
+
+
 class Taps:
     """Sets a `Tap` on a model and on every module that holds a trainable parameter, its own or a child's.
 
@@ -51,7 +62,8 @@ class Taps:
         self._tapped: list[tuple[nn.Module, object]] = []
         owned = {id(parameter) for parameter in parameters.values()}
         # The outermost module sees the whole pass; those inside are tapped too, for checkpointing calls them again in the backward pass.
-        modules = [m for m in model.modules() if m is model or any(id(p) in owned for p in m.parameters())]
+        # Layers with running statistics are tapped because those move in a pass without gradients, which nobody watches.
+        modules = [m for m in model.modules() if m is model or isinstance(m, _NormBase) or any(id(p) in owned for p in m.parameters())]
         for module in modules:
             if isinstance(module.forward, Tap):
                 raise ConfigError(
