@@ -207,7 +207,10 @@ class Private:
 
     @property
     def history(self) -> History:
-        """What the ledger has charged, as `(sampling_rate, noise_multiplier, num_steps)` of each run on this dataset, this one last."""
+        """What the ledger has charged, as `(sampling_rate, noise_multiplier, num_steps)` of each run on this dataset, this one last.
+
+        The entries name no sampler and no noise source; `epsilon` knows them, and `lowkey.epsilon` takes every entry for Poisson sampling.
+        """
         return self._ledger.history()
 
     def _renew_sketches(self) -> None:

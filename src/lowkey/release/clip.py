@@ -22,7 +22,8 @@ class ClippedSum:
     Guarantee:
         Adding or removing one example moves the sum by at most `clip_norm` in L2 norm over all blocks together,
         whatever the example is, NaN and infinity included.
-        In floating point the bound holds up to a relative rounding of the widest dtype in use (about 1e-6 in float32).
+        In floating point the bound holds up to rounding: about 1e-6 of the clip norm for the example itself in float32, and the last digit
+        of the sum, which is 6e-8 of the sum's own norm.
 
     Assumes:
         Each example is added once between two calls of `take`.
