@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+_HALF_POSITIONS = 32
 _CHUNK_ELEMENTS = 1 << 24
 """Temporaries over a batch are cut so that they hold about this many numbers."""
 
@@ -203,6 +204,7 @@ def gram_squared_norms(parts: Sequence[Outer]) -> Float[Tensor, " B"]:
     Guarantee:
         Never below the exact value for the given factors: what rounding and underflow can take away is added back.
     """
+    parts = [half for part in parts for half in _halves(part)]
     batch = _batch(parts[0].rows)
     positions = sum(part.num_positions for part in parts)
     width = max(1, _CHUNK_ELEMENTS // max(1, positions * positions))
@@ -210,6 +212,19 @@ def gram_squared_norms(parts: Sequence[Outer]) -> Float[Tensor, " B"]:
         return _gram_chunk(parts)
     chunks = [slice(start, start + width) for start in range(0, batch, width)]
     return torch.cat([_gram_chunk([_cut(part, chunk) for part in parts]) for chunk in chunks])
+
+
+def _halves(part: Outer) -> list[Outer]:
+    """Cut many positions in two: a Gram matrix is symmetric, and of four blocks three are enough."""
+    middle = part.num_positions // 2
+    if middle < _HALF_POSITIONS:
+        return [part]
+
+    def half(side: Side, positions: slice) -> Side:
+        return OneHot(side.index[:, positions], side.size) if isinstance(side, OneHot) else side[:, positions]
+
+    cuts = (slice(None, middle), slice(middle, None))
+    return [Outer(half(part.rows, cut), half(part.cols, cut), part.shape) for cut in cuts]
 
 
 def _gram_chunk(parts: Sequence[Outer]) -> Float[Tensor, " B"]:
