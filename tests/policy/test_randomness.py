@@ -9,8 +9,11 @@ import pytest
 from repository import name_of, nodes_of, source_files
 
 RELEASE_OF_NOISE = {"release/gaussian.py"}
-NOISE_SOURCES = {"release/noise.py", "release/secure.py"}
-"""They define the draw; one builds on another."""
+NOISE_SOURCES = {"release/noise.py", "release/secure.py", "audit/sources.py"}
+"""They define a draw; one builds on another. Those of an audit say themselves that they have no guarantee."""
+
+INSIDE_A_FORK = {"audit/subject.py": ["torch.manual_seed(0)"]}
+"""An audit repeats a user's own dropout, which draws from torch's generator; it does so in `fork_rng`, which puts the generator back."""
 
 DRAWS_OF_TORCH = {
     "bernoulli",
@@ -68,7 +71,7 @@ def test_noise_is_drawn_only_where_it_is_released(path: Path) -> None:
 
 @pytest.mark.parametrize("path", source_files(), ids=name_of)
 def test_every_draw_names_its_generator(path: Path) -> None:
-    assert [ast.unparse(call) for call in calls(path) if hides_its_generator(call)] == []
+    assert [ast.unparse(call) for call in calls(path) if hides_its_generator(call)] == INSIDE_A_FORK.get(name_of(path), [])
 
 
 @pytest.mark.parametrize(
