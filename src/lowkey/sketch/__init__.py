@@ -2,6 +2,7 @@
 
 from lowkey.sketch.identity import Identity
 from lowkey.sketch.random import Distribution, OneSided, draw_basis
+from lowkey.sketch.shared import Shared
 from lowkey.sketch.sketch import Sketch
 
-__all__ = ["Distribution", "Identity", "OneSided", "Sketch", "draw_basis"]
+__all__ = ["Distribution", "Identity", "OneSided", "Shared", "Sketch", "draw_basis"]
