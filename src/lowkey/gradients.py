@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowkey.boundary import PerExample, Sensitive
+from lowkey.boundary import PerExample, Public, Sensitive
 from lowkey.errors import ConfigError, ShapeError, UnsupportedLayerError
 from lowkey.execution import CheckIsolation, Execution
-from lowkey.factors import Capture, Collector, Factor, Record, Taps, Weight, check_isolation, isolation_weights, wide_dtype
-from lowkey.release import ClippedSum
-from lowkey.sketch import Sketch
+from lowkey.factors import Capture, Collector, Factor, Record, Taps, Weight, check_isolation, isolation_weights, probe, wide_dtype
+from lowkey.release import ClipGroup, ClippedSum, open_declared
+from lowkey.sample import split
+from lowkey.sketch import Identity, Sketch
+
+Losses = Tensor | Callable[[], Tensor]
+"""One loss per example, or a function that runs the model and returns them."""
+
+_PUBLIC_NUMBERS = 1 << 26
+"""Public examples are taken a few at a time, so that their gradients hold about this many numbers."""
 
 
 class ClippedGradients:
@@ -32,16 +40,21 @@ class ClippedGradients:
         sketches: Mapping[str, Sketch],
         clip_norm: float,
         execution: Execution,
+        *,
+        clip_groups: Sequence[ClipGroup] = (),
+        probe_scale: float | None = None,
     ) -> None:
         self._model = model
         self._parameters = dict(parameters)
         self._device = _one_device(parameters)
-        weights = _weights(parameters, sketches)
-        self._collector = Collector(weights, parameters)
-        self._capture = Capture(self._collector, weights, parameters)
+        self._sketches = dict(sketches)
+        self._weights = _weights(parameters, sketches)
+        self._collector = Collector(self._weights, parameters)
+        self._capture = Capture(self._collector, self._weights, parameters)
         dtypes = {wide_dtype(parameter.dtype) for parameter in parameters.values()}
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-        self.sum = ClippedSum(_block_shapes(sketches), clip_norm, dtype, self._device)
+        self.sum = ClippedSum(_block_shapes(sketches), clip_norm, dtype, self._device, clip_groups)
+        self._probe_scale = probe_scale
         self._check = execution.check_isolation
         self._is_isolated = self._check is CheckIsolation.NEVER
         self._shown: set[str] = set()
@@ -50,13 +63,21 @@ class ClippedGradients:
         self._taps = Taps(model, self._capture, parameters)
         self._wanted = _require_gradients(model, parameters)
 
-    def add(self, losses: Tensor) -> None:
+    def add(self, losses: Losses) -> None:
         """Take each example's gradient, clip it, and add it."""
-        _check_losses(losses, self._device)
-        if len(losses) == 0:
-            return
-        self.sum.add(self._per_example(losses))
-        self._has_examples = True
+        if self._probe_scale is not None:
+            per_example = self._probed(losses, self._probe_scale)
+        else:
+            per_example = self._differentiated(losses if isinstance(losses, Tensor) or not callable(losses) else _run(losses))
+        if per_example is not None:
+            self.sum.add(per_example)
+            self._has_examples = True
+
+    def public_gradients(self, public: Public) -> Iterator[Mapping[str, Tensor]]:
+        """Take the full gradient of each public example at the weights of the moment, a few examples at a time."""
+        numel = sum(parameter.numel() for parameter in self._parameters.values())
+        for part in split(public.examples, max(1, _PUBLIC_NUMBERS // numel)):
+            yield self._of_public(public, part)
 
     def take(self) -> Sensitive:
         """Return the sum since the last call, and start again from zero."""
@@ -66,7 +87,8 @@ class ClippedGradients:
         """Go on in other coordinates, with an empty sum."""
         self.sum.take()
         self.sum.set_shapes(_block_shapes(sketches))
-        self._capture.use(_weights(self._parameters, sketches))
+        self._sketches, self._weights = dict(sketches), _weights(self._parameters, sketches)
+        self._capture.use(self._weights)
 
     def check_reached(self) -> None:
         """Check that every trainable parameter has had a gradient by now.
@@ -75,7 +97,8 @@ class ClippedGradients:
             ConfigError: If examples were seen, and some parameter was never reached.
         """
         missing = [name for name in self._parameters if name not in self._collector.reached]
-        if self._has_examples and missing:
+        is_blind = self._probe_scale is not None and self._check is CheckIsolation.NEVER
+        if self._has_examples and missing and not is_blind:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ConfigError(
                 f"'{missing[0]}'{more} is trainable, but no backward pass has reached it. It would receive noise and no signal. "
@@ -88,24 +111,84 @@ class ClippedGradients:
         for parameter, wanted in self._wanted:
             parameter.requires_grad_(wanted)
 
-    def _per_example(self, losses: Tensor) -> PerExample[Factor]:
-        checks = len(losses) > 1 and (self._check is CheckIsolation.ALWAYS or not self._is_isolated)
+    def _differentiated(self, losses: object) -> PerExample[Factor] | None:
+        losses = _checked(losses, self._device)
+        if not losses.numel():
+            return None
+        _check_attached(losses)
         try:
-            if not checks:
+            if self._is_due(losses):
+                self._compare(losses, Record.BOTH)
+            else:
                 self._run_backward(losses, torch.ones_like(losses))
-                return self._collector.finish()
-            weights = isolation_weights(losses)
-            self._run_backward(losses, weights, Record.NORMS, again=True)
-            weighted = self._collector.take_norms()
-            self._run_backward(losses, torch.ones_like(losses), Record.BOTH)
-            plain = self._collector.take_norms()
-            self._shown |= check_isolation(weights, weighted, plain)
-            # PRIVACY: a gradient that was zero so far has shown nothing, so the next batch is checked as well.
-            self._is_isolated = all(name in self._shown for name, _ in plain)
             return self._collector.finish()
         finally:
             self._collector.abandon()
             self._capture.forget()
+
+    def _probed(self, losses: Losses, scale: float) -> PerExample[Factor]:
+        if isinstance(losses, Tensor) or not callable(losses):
+            raise ConfigError(
+                f"backward was given a {type(losses).__name__}, and this method takes each loss twice, at two weights. "
+                "It needs a function that runs the model and returns one loss per example. "
+                "Write private.backward(lambda: loss(model(x), y)); every other method takes that as well."
+            )
+        if self._check is CheckIsolation.ALWAYS or not self._is_isolated:
+            self._check_by_gradients(_run(losses))
+        ((block, shape),) = _block_shapes(self._sketches).items()
+        one = torch.ones(shape, dtype=self.sum.dtype, device=self._device)
+        directions = {name: sketch.decode({block: one}) for name, sketch in self._sketches.items()}
+        return probe(lambda: _checked(losses(), self._device), self._parameters, directions, scale=scale, block=block)
+
+    def _check_by_gradients(self, losses: object) -> None:
+        """Look at a batch's gradients for what losses alone cannot show: coupled examples, and parameters that nothing reaches."""
+        losses = _checked(losses, self._device)
+        if not losses.numel():
+            return
+        _check_attached(losses)
+        try:
+            if self._is_due(losses):
+                self._compare(losses, Record.NORMS)
+            else:
+                self._run_backward(losses, torch.ones_like(losses), Record.NORMS)
+        finally:
+            self._collector.abandon()
+            self._capture.forget()
+
+    def _is_due(self, losses: Tensor) -> bool:
+        return len(losses) > 1 and (self._check is CheckIsolation.ALWAYS or not self._is_isolated)
+
+    def _compare(self, losses: Tensor, record: Record) -> None:
+        """Run two backward passes, the first over weighted losses, and compare what they leave."""
+        weights = isolation_weights(losses)
+        self._run_backward(losses, weights, Record.NORMS, again=True)
+        weighted = self._collector.take_norms()
+        self._run_backward(losses, torch.ones_like(losses), record)
+        plain = self._collector.take_norms()
+        self._shown |= check_isolation(weights, weighted, plain)
+        # PRIVACY: a gradient that was zero so far has shown nothing, so the next batch is checked as well.
+        self._is_isolated = all(name in self._shown for name, _ in plain)
+
+    def _of_public(self, public: Public, part: Any) -> Mapping[str, Tensor]:
+        reached = set(self._collector.reached)
+        self._capture.use(_weights(self._parameters, _identities(self._parameters)))
+        try:
+            losses = _checked(_run(lambda: public.loss(self._model, part)), self._device)
+            _check_attached(losses)
+            self._run_backward(losses, torch.ones_like(losses))
+            factors = open_declared(self._collector.finish(), public)
+        finally:
+            self._collector.abandon()
+            self._capture.forget()
+            self._capture.use(self._weights)
+            # What public examples reach says nothing of what the private loss will.
+            self._collector.reached.intersection_update(reached)
+        return {
+            name: factors[name].dense().reshape(len(losses), *parameter.shape)
+            if name in factors
+            else torch.zeros(len(losses), *parameter.shape, dtype=wide_dtype(parameter.dtype), device=self._device)
+            for name, parameter in self._parameters.items()
+        }
 
     def _run_backward(self, losses: Tensor, weights: Tensor, record: Record = Record.FACTORS, *, again: bool = False) -> None:
         self._collector.begin(len(losses), record)
@@ -162,7 +245,17 @@ def _one_device(parameters: Mapping[str, nn.Parameter]) -> torch.device:
     return next(iter(devices))
 
 
-def _check_losses(losses: object, device: torch.device) -> None:
+def _identities(parameters: Mapping[str, nn.Parameter]) -> dict[str, Sketch]:
+    return {name: Identity(name, tuple(parameter.shape)) for name, parameter in parameters.items()}
+
+
+def _run(losses: Callable[[], Tensor]) -> Tensor:
+    """Run the model with gradients on, wherever it is called."""
+    with torch.enable_grad():
+        return losses()
+
+
+def _checked(losses: object, device: torch.device) -> Tensor:
     if not isinstance(losses, Tensor):
         raise ShapeError(f"losses is a {type(losses).__name__}. backward needs a tensor with one loss per example. Use reduction='none'.")
     if losses.dim() != 1:
@@ -171,12 +264,16 @@ def _check_losses(losses: object, device: torch.device) -> None:
             "backward needs shape (B,), one loss per example, because each example is clipped on its own. "
             "Use reduction='none', and average over an example's own tokens, never over the batch."
         )
-    if len(losses) and not losses.requires_grad:
-        raise ShapeError(
-            "losses does not depend on any trainable parameter. "
-            "It must come from a forward pass with gradients on. Leave no_grad, and do not detach the output."
-        )
     if losses.device != device:
         raise ShapeError(
             f"losses is on {losses.device}, and the model on {device}. Both must be on one device. Move the batch with .to('{device}')."
+        )
+    return losses
+
+
+def _check_attached(losses: Tensor) -> None:
+    if not losses.requires_grad:
+        raise ShapeError(
+            "losses does not depend on any trainable parameter. "
+            "It must come from a forward pass with gradients on. Leave no_grad, and do not detach the output."
         )

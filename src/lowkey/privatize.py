@@ -6,8 +6,9 @@ The whole sentence is said here once: `backward` is sample → factors → sketc
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
@@ -17,18 +18,18 @@ from torch import Tensor, nn
 
 from lowkey.account import Head, History, Ledger, Plan, Statement, open_ledger
 from lowkey.account.header import check_same_run, header_from_json, header_to_json
-from lowkey.boundary import Released
+from lowkey.boundary import Public, Released
 from lowkey.errors import ConfigError, PrivacyBoundaryError
-from lowkey.execution import Execution
+from lowkey.execution import CheckIsolation, Execution
 from lowkey.factors import Selection, describe, refuse_coupling, select
-from lowkey.gradients import ClippedGradients
+from lowkey.gradients import ClippedGradients, Losses
 from lowkey.methods import Method
 from lowkey.methods.method import Start
 from lowkey.optim import GroupOptions, OptimizerFactory, Slots
 from lowkey.release import NoiseSource, SystemNoise, release_gaussian
 from lowkey.sample import num_drawn, num_seeded
 from lowkey.setting import Setting
-from lowkey.sketch import Sketch
+from lowkey.sketch import Identity, Sketch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,11 +130,22 @@ class Private:
         self._model = model
         self._parameters = select(model, setting.trainable)
         self._specs = describe(model, self._parameters)
+        self._is_attached = False
         self._strategy = setting.method.start(self._start())
-        self._sketches = self._strategy.sketches(1)
-        subspaces = self._strategy.subspaces(self._sketches)
-        self._slots = Slots(self._parameters, self._sketches, subspaces, optimizer, setting.groups)
-        self._gradients = ClippedGradients(model, self._parameters, self._sketches, setting.bound, setting.execution)
+        self._sketches = self._strategy.sketching.sketches(1)
+        # What a method gives no sketch is not trained.
+        self._parameters = {name: parameter for name, parameter in self._parameters.items() if name in self._sketches}
+        self._slots = Slots(self._parameters, self._sketches, self._strategy.space.subspaces(), optimizer, setting.groups)
+        self._gradients = ClippedGradients(
+            model,
+            self._parameters,
+            self._sketches,
+            setting.bound,
+            setting.execution,
+            clip_groups=self._strategy.clip_groups,
+            probe_scale=self._strategy.probe,
+        )
+        self._is_attached = True
         self._step = self._resumed_at = 0
         self._closed = False
         self._drawn: int | None = None  # how many batches the plan had handed out when the sum of this step began
@@ -144,11 +156,12 @@ class Private:
             self._gradients.detach()
             raise
 
-    def backward(self, losses: Tensor) -> None:
+    def backward(self, losses: Losses) -> None:
         """Take each example's gradient, clip it, and add it to this step's sum.
 
         Args:
-            losses: One loss per example, shape `(B,)`, from a forward pass since the last step.
+            losses: One loss per example, shape `(B,)`, from a forward pass since the last step; or a function that runs the model
+                and returns them, which a zeroth-order method needs, for it takes each loss twice.
 
         Raises:
             ShapeError: `losses` is not one loss per example.
@@ -182,7 +195,9 @@ class Private:
         released = release_gaussian(sensitive, self._setting.noise_multiplier, plan.expected_batch_size, self._setting.noise, number)
         for observer in self._observers:
             observer(released)
-        self._slots.step(self._strategy.refine(released))
+        refined = self._strategy.refining.refine(released)
+        self._slots.follow(self._sketches, self._strategy.space.subspaces(), self._strategy.on_refresh)
+        self._slots.step(refined)
         self._step += 1
         self._renew_sketches()
         self._ledger.commit(number)
@@ -215,14 +230,14 @@ class Private:
 
     def _renew_sketches(self) -> None:
         # PRIVACY: the next step's bases are fixed here, from releases and public randomness, before its batch is seen.
-        later = self._strategy.sketches(self._step + 1)
+        later = self._strategy.sketching.sketches(self._step + 1)
         if any(later[name] is not sketch for name, sketch in self._sketches.items()):
             self._adopt(later)
 
     def _adopt(self, sketches: Mapping[str, Sketch]) -> None:
         """Go on in other coordinates."""
         self._sketches, self._drawn = sketches, None
-        self._slots.refresh(sketches, self._strategy.subspaces(sketches), self._strategy.on_refresh)
+        self._slots.follow(sketches, self._strategy.space.subspaces(), self._strategy.on_refresh)
         self._gradients.use(sketches)
 
     @property
@@ -318,7 +333,7 @@ class Private:
         self._strategy = self._setting.method.start(self._start())
         self._strategy.load_state_dict(state["strategy"])
         self._step = self._resumed_at = state["step"]
-        self._adopt(self._strategy.sketches(self._step + 1))
+        self._adopt(self._strategy.sketching.sketches(self._step + 1))
         self.optimizer.load_state_dict(state["optimizer"])
 
     def close(self) -> None:
@@ -338,7 +353,19 @@ class Private:
     # -- small parts ---------------------------------------------------------------------------------------------------
 
     def _start(self) -> Start:
-        return Start(specs=self._specs, weights=self._parameters, seed=self._setting.seed)
+        return Start(specs=self._specs, weights=self._parameters, seed=self._setting.seed, public_gradients=self._public_gradients)
+
+    def _public_gradients(self, public: Public) -> Iterator[Mapping[str, Tensor]]:
+        if self._is_attached:
+            yield from self._gradients.public_gradients(public)
+            return
+        # A strategy may ask before there is anything to attach: its first sketches decide what is caught.
+        identities = {name: Identity(name, tuple(parameter.shape)) for name, parameter in self._parameters.items()}
+        passing = ClippedGradients(self._model, self._parameters, identities, math.inf, Execution(check_isolation=CheckIsolation.NEVER))
+        try:
+            yield from passing.public_gradients(public)
+        finally:
+            passing.detach()
 
     def _check_one_batch(self, drawn: int) -> None:
         if self._drawn is not None and drawn != self._drawn:

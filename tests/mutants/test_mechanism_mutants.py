@@ -192,7 +192,7 @@ def unclipped(squares: Tensor, finite: Tensor, clip_norm: float) -> Tensor:
 def blocks_clipped_apart(patch: Patch) -> None:
     def add(self: Any, per_example: Any) -> None:
         for name, factor in per_example._blocks.items():
-            squares = factor.squared_norms().to(self._dtype)
+            squares = factor.squared_norms().to(self.dtype)
             finite = torch.isfinite(squares)
             factor.without(~finite).add_sum(self._block(name), REAL_WEIGHTS(squares, finite, self.clip_norm))
 
@@ -287,7 +287,7 @@ class LateSketch(OneSided):
 
 
 def clipped_before_the_sketch(patch: Patch) -> None:
-    draw, take = GRAPE._GrapeStrategy._draw, CLIP.ClippedSum.take
+    draw, take = GRAPE._RandomBases._draw, CLIP.ClippedSum.take
 
     def late(self: Any, spec: Any, axis: Any, drawn: Any) -> Any:
         sketch = draw(self, spec, axis, drawn)
@@ -305,7 +305,7 @@ def clipped_before_the_sketch(patch: Patch) -> None:
         return Sensitive(blocks, total.l2_bound)
 
     patch.setattr(LateSketch, "late", {})
-    patch.setattr(GRAPE._GrapeStrategy, "_draw", late)
+    patch.setattr(GRAPE._RandomBases, "_draw", late)
     patch.setattr(CLIP.ClippedSum, "take", sketched)
 
 
@@ -414,7 +414,8 @@ def frozen_weight_moves(patch: Patch) -> None:
 def buffer_takes_a_statistic(patch: Patch) -> None:
     backward = PRIVATIZE.Private.backward
 
-    def recording(self: Any, losses: Tensor) -> None:
+    def recording(self: Any, run: Callable[[], Tensor]) -> None:
+        losses = run()
         backward(self, losses)
         with torch.no_grad():
             self._model.shift.fill_(float(losses.nan_to_num(0.0, 0.0, 0.0).mean()))
@@ -530,7 +531,7 @@ MUTANTS = {
     "NaN example poisons": Mutant(add_with(lambda total, factors, squares: factors), Check.NOT_FINITE),
     "Inf example skips the step": Mutant(add_with(skip_if_not_finite), Check.NOT_FINITE),
     "norm in bfloat16": Mutant(
-        norms_with(lambda total, factors, size: REAL_SQUARES(total, factors, size).bfloat16().to(total._dtype)), Check.SENSITIVITY
+        norms_with(lambda total, factors, size: REAL_SQUARES(total, factors, size).bfloat16().to(total.dtype)), Check.SENSITIVITY
     ),
     "bias forgotten by the norm": Mutant(
         norms_with(lambda total, factors, size: REAL_SQUARES(total, {n: f for n, f in factors.items() if "bias" not in n}, size)),

@@ -105,7 +105,7 @@ def test_sketched_factors_clip_and_sum_like_the_sketch_of_the_loops_gradients(ax
     model, batch = Small(), tokens()
     chosen = sketches(model, axis)
     expected = {
-        name: value if name not in chosen else torch.stack([chosen[name].encode(row) for row in value])
+        name: value if name not in chosen else torch.stack([chosen[name].encode(row)[name] for row in value])
         for name, value in looped(model, losses, batch).items()
     }
     factors = Watched(model, chosen).factors(losses, batch)

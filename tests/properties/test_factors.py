@@ -186,6 +186,6 @@ def test_decode_is_the_adjoint_of_encode(case: tuple[OneSided, Outer], seed: int
     source = generator(seed)
     weight = torch.randn(sketch.shape, generator=source, dtype=torch.float64)
     coordinates = torch.randn(sketch.proxy_shape, generator=source, dtype=torch.float64)
-    left = (sketch.encode(weight) * coordinates).sum()
+    left = (sketch.encode(weight)[sketch.name] * coordinates).sum()
     right = (weight * sketch.decode({"w": coordinates})).sum()
     torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-10)

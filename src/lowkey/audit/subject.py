@@ -85,7 +85,7 @@ class Session:
 
     def backward(self, part: Part) -> None:
         """Give a microbatch to the run."""
-        self.private.backward(self.losses(part))
+        self.private.backward(lambda: self.losses(part))
 
     def step(self, parts: Step = EMPTY) -> None:
         """Take one step over some microbatches."""

@@ -12,6 +12,7 @@ from lowkey.factors.collector import Axis, Collector, Compression, Record, Weigh
 from lowkey.factors.factor import Dense, Factor, OneHot, Outer, wide_dtype
 from lowkey.factors.isolation import check_isolation, isolation_weights
 from lowkey.factors.layout import Kind, ParameterSpec, Selection, describe, refuse_coupling, select
+from lowkey.factors.probe import probe
 from lowkey.factors.taps import Taps
 
 RULES = (_attention, _conv, _elementwise, _embedding, _linear, _norm, _recurrent)
@@ -35,6 +36,7 @@ __all__ = [
     "check_isolation",
     "describe",
     "isolation_weights",
+    "probe",
     "refuse_coupling",
     "select",
     "wide_dtype",

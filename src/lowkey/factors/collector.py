@@ -51,11 +51,11 @@ class Compression(Protocol):
         """Whether the coordinates are the gradient itself."""
         ...
 
-    def compress(self, outer: Outer, kept: Axis | None) -> Mapping[str, Outer]:
+    def compress(self, outer: Outer, kept: Axis | None) -> Mapping[str, Factor]:
         """Sketch an outer product, into named blocks, whose `kept` side has already been multiplied by its basis."""
         ...
 
-    def compress_dense(self, gradients: Tensor) -> Mapping[str, Dense]:
+    def compress_dense(self, gradients: Tensor) -> Mapping[str, Factor]:
         """Sketch per-example gradients that were formed in full."""
         ...
 
@@ -185,7 +185,7 @@ class Collector:
             return
         self._check_current(target)
         blocks = target.compression.compress(Outer(rows, cols, target.shape), kept)
-        self._add(target.name, {name: compact(block) for name, block in blocks.items()})
+        self._add(target.name, {name: compact(block) if isinstance(block, Outer) else block for name, block in blocks.items()})
 
     def record_dense(self, target: Weight | Derived, gradients: Tensor) -> None:
         """Take per-example gradients in full, `(rows, *shape)`; rows of one example are summed."""

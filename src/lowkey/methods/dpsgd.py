@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowkey.methods.method import Plain, Start, Strategy
+from lowkey.methods.method import FullGradient, Start, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,4 +28,4 @@ class DPSGD:
 
     def start(self, start: Start) -> Strategy:
         """Become a strategy for one model."""
-        return Plain(start.specs)
+        return Strategy(sketching=FullGradient(start.specs))

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
-from lowkey.boundary import Provenance, Released
+from lowkey.boundary import Provenance
 from lowkey.errors import ConfigError
 from lowkey.factors import Axis, Kind, ParameterSpec, wide_dtype
 from lowkey.methods.method import Start, Strategy
-from lowkey.optim import OnRefresh
+from lowkey.optim import OnRefresh, Subspace
 from lowkey.sketch import Distribution, Identity, OneSided, Sketch, draw_basis
-from lowkey.sketch.sketch import Subspace
 
 
 class Side(Enum):
@@ -69,7 +69,8 @@ class Grape:
 
     def start(self, start: Start) -> Strategy:
         """Become a strategy for one model."""
-        return _GrapeStrategy(self, start)
+        bases = _RandomBases(self, start)
+        return Strategy(sketching=bases, space=bases, on_refresh=OnRefresh(self.on_refresh))
 
 
 def _choice(name: str, value: object, choices: type[Enum]) -> Enum:
@@ -84,12 +85,11 @@ def _choice(name: str, value: object, choices: type[Enum]) -> Enum:
         ) from None
 
 
-class _GrapeStrategy:
-    """Random one-sided sketches for the matrices, the identity for the rest."""
+class _RandomBases:
+    """Random one-sided sketches for the matrices, the identity for the rest; the optimizer lives in the sketched coordinates."""
 
     def __init__(self, method: Grape, start: Start) -> None:
         self._method, self._start = method, start
-        self.on_refresh = OnRefresh(method.on_refresh)
         self._axes = {name: _axis(method, spec) for name, spec in start.specs.items()}
         self._window = -1
         self._current: dict[str, Sketch] = {}
@@ -126,19 +126,15 @@ class _GrapeStrategy:
         drawn.setdefault(key, sketch)
         return sketch
 
-    def subspaces(self, sketches: Mapping[str, Sketch]) -> Mapping[str, Subspace]:
+    def subspaces(self) -> Mapping[str, Subspace]:
         """Return every sketched matrix: its moments live in the sketch."""
-        return {name: sketch for name, sketch in sketches.items() if isinstance(sketch, OneSided)}
-
-    def refine(self, released: Released) -> Released:
-        """Return the release as it is."""
-        return released
+        return {name: sketch for name, sketch in self._current.items() if isinstance(sketch, OneSided)}
 
     def state_dict(self) -> dict[str, object]:
         """Return nothing: the bases are a function of the seed and the step."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take nothing."""
 
 

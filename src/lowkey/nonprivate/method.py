@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from lowkey.methods.method import Plain, Start, Strategy
+from lowkey.methods import DPSGD, Method
+from lowkey.methods.method import Start, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
 class NonPrivate:
-    """Release the exact mean gradient: no clipping, no noise, ε = ∞.
+    """Run a method without clipping and without noise: ε = ∞.
 
     The plan's noise multiplier and the clip norm do not apply, and the privacy statement says so.
+
+    Fields:
+        method: What to run; by default the exact mean gradient steps the weights.
 
     Guarantee:
         None.
@@ -21,10 +25,12 @@ class NonPrivate:
         False
     """
 
+    method: Method = field(default_factory=DPSGD)
+
     @property
     def has_guarantee(self) -> bool:
         return False
 
     def start(self, start: Start) -> Strategy:
-        """Become a strategy for one model."""
-        return Plain(start.specs)
+        """Become the strategy of the method within."""
+        return self.method.start(start)

@@ -1,7 +1,6 @@
-"""Slots: for each parameter, the tensor that the optimizer steps.
+"""Slots: for each parameter, the tensors that the optimizer steps.
 
-A slot is the weight itself, or a proxy in the shape of a sketch's coordinates.
-A proxy starts every step at zero, so what the optimizer leaves in it is its step; that step is decoded into the weight.
+A slot is the weight itself, or a proxy for a block of its subspace; what the optimizer leaves in proxies is carried to the weight.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ from torch import Tensor, nn
 
 from lowkey.boundary import Released
 from lowkey.errors import ConfigError
-from lowkey.sketch.sketch import Sketch, Subspace
+from lowkey.optim.subspace import Subspace
+from lowkey.sketch import Sketch
 
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 """Called with the tensors to step, or with parameter groups; returns a torch optimizer."""
@@ -38,7 +38,7 @@ class Slots:
     Args:
         parameters: The weights, by name.
         sketches: How each parameter's coordinates are decoded.
-        subspaces: The parameters whose optimizer state lives in their sketch's coordinates.
+        subspaces: The coordinates that are stepped in place of some of the weights.
         optimizer: Makes the optimizer.
         groups: Optimizer options by parameter name.
 
@@ -57,32 +57,45 @@ class Slots:
         self._parameters = dict(parameters)
         self._sketches = dict(sketches)
         self._subspaces = dict(subspaces)
-        self._slots = {name: _slot(parameter, subspaces.get(name)) for name, parameter in parameters.items()}
-        self.optimizer = _build(optimizer, self._slots, groups)
-        self._names = {id(slot): name for name, slot in self._slots.items()}
+        self._slots: dict[str, nn.Parameter] = {}
+        self._blocks: dict[str, tuple[str, ...]] = {}
+        for name, parameter in parameters.items():
+            made = _make_slots(name, parameter, subspaces.get(name))
+            self._slots.update(made)
+            self._blocks[name] = tuple(made)
+        owners = {block: name for name, blocks in self._blocks.items() for block in blocks}
+        self.optimizer = _build(optimizer, self._slots, owners, groups)
+        self._owners = {id(self._slots[block]): name for block, name in owners.items()}
 
     def step(self, released: Released) -> None:
-        """Let the optimizer take one step along the released gradient, and decode it."""
-        for name, slot in self._slots.items():
-            subspace = self._subspaces.get(name)
-            gradient = self._sketches[name].decode(released.blocks) if subspace is None else released.blocks[name]
-            slot.grad = gradient.to(slot.dtype).reshape(slot.shape)
+        """Let the optimizer take one step along the released gradient, and carry it to the weights."""
+        for name, blocks in self._blocks.items():
+            gradients = released.blocks if name in self._subspaces else {name: self._sketches[name].decode(released.blocks)}
+            for block in blocks:
+                slot = self._slots[block]
+                slot.grad = gradients[block].to(slot.dtype).reshape(slot.shape)
         self._decay()
         self.optimizer.step()
         with torch.no_grad():
             for name, subspace in self._subspaces.items():
-                subspace.add_decoded(self._parameters[name], self._slots[name])
-                self._slots[name].zero_()
+                proxies = self._proxies(name)
+                subspace.move(self._parameters[name], proxies)
+                for proxy in proxies.values() if subspace.is_centred else ():
+                    proxy.zero_()
         for slot in self._slots.values():
             slot.grad = None
 
+    def _proxies(self, name: str) -> dict[str, nn.Parameter]:
+        return {block: self._slots[block] for block in self._blocks[name]}
+
     def _decay(self) -> None:
-        """Apply weight decay to the real weights; the optimizer sees proxies at zero, which do not decay."""
+        """Apply weight decay to the real weights; the optimizer sees centred proxies at zero, which do not decay."""
         for group in self.optimizer.param_groups:
             decay = group.get("weight_decay", 0.0)
-            names = [self._names[id(slot)] for slot in group["params"] if self._names[id(slot)] in self._subspaces]
-            for name in names if decay else []:
-                self._decay_one(name, group, decay)
+            owners = dict.fromkeys(self._owners[id(slot)] for slot in group["params"])
+            for name in owners if decay else ():
+                if name in self._subspaces and self._subspaces[name].is_centred:
+                    self._decay_one(name, group, decay)
 
     @torch.no_grad()
     def _decay_one(self, name: str, group: Mapping[str, Any], decay: float) -> None:
@@ -90,45 +103,54 @@ class Slots:
         if _is_decoupled(self.optimizer, group):
             weight.mul_(1 - group["lr"] * decay)
             return
-        gradient = self._slots[name].grad
-        if gradient is not None:
-            gradient.add_(self._subspaces[name].encode(weight.detach()), alpha=-decay if group.get("maximize") else decay)
+        for block, coordinates in self._subspaces[name].encode(weight.detach()).items():
+            gradient = self._slots[block].grad
+            if gradient is not None:
+                gradient.add_(coordinates, alpha=-decay if group.get("maximize") else decay)
 
-    def refresh(self, sketches: Mapping[str, Sketch], subspaces: Mapping[str, Subspace], policy: OnRefresh) -> None:
-        """Go on in new bases, and carry the optimizer's moments over as `policy` says."""
+    def follow(self, sketches: Mapping[str, Sketch], subspaces: Mapping[str, Subspace], policy: OnRefresh) -> None:
+        """Go on in other bases where they have changed, and carry the optimizer's moments over as `policy` says."""
         for name, later in subspaces.items():
             earlier = self._subspaces[name]
-            if later is not earlier:
-                self._carry(self.optimizer.state.get(self._slots[name], {}), earlier, later, policy)
+            if later is earlier:
+                continue
+            starts = {} if later.is_centred else later.start()
+            for block, slot in self._proxies(name).items():
+                self._carry(block, earlier, later, policy)
+                if block in starts:
+                    slot.data.copy_(starts[block])
         self._sketches, self._subspaces = dict(sketches), dict(subspaces)
 
-    def _carry(self, state: dict[str, Any], earlier: Subspace, later: Subspace, policy: OnRefresh) -> None:
-        moments = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.shape == earlier.proxy_shape}
+    def _carry(self, block: str, earlier: Subspace, later: Subspace, policy: OnRefresh) -> None:
+        slot = self._slots[block]
+        state: dict[str, Any] = self.optimizer.state.get(slot, {})
+        moments = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.shape == slot.shape}
         if policy is OnRefresh.RESET:
             for value in moments.values():
                 value.zero_()
         elif policy is OnRefresh.ROTATE:
-            rotation = earlier.rotation_to(later)
-            if rotation is None:
-                return
             for key in moments.keys() & _SIGNED_MOMENTS:
-                moments[key].copy_(earlier.rotate(moments[key], rotation))
+                rotated = earlier.rotate_to(later, block, moments[key])
+                if rotated is not None:
+                    moments[key].copy_(rotated)
 
 
 _SIGNED_MOMENTS = {"exp_avg", "momentum_buffer"}
 """State entries that transform like a gradient; squares do not rotate."""
 
 
-def _slot(parameter: nn.Parameter, subspace: Subspace | None) -> nn.Parameter:
+def _make_slots(name: str, parameter: nn.Parameter, subspace: Subspace | None) -> dict[str, nn.Parameter]:
     if subspace is None:
-        return parameter
-    return nn.Parameter(torch.zeros(subspace.proxy_shape, dtype=parameter.dtype, device=parameter.device))
+        return {name: parameter}
+    return {block: nn.Parameter(value.detach().clone().to(parameter)) for block, value in subspace.start().items()}
 
 
-def _build(factory: OptimizerFactory, slots: Mapping[str, nn.Parameter], groups: GroupOptions | None) -> torch.optim.Optimizer:
+def _build(
+    factory: OptimizerFactory, slots: Mapping[str, nn.Parameter], owners: Mapping[str, str], groups: GroupOptions | None
+) -> torch.optim.Optimizer:
     tensors: Sequence[Any] = list(slots.values())
     if groups is not None:
-        tensors = [{"params": [slot], **groups(name)} for name, slot in slots.items()]
+        tensors = [{"params": [slot], **groups(owners[block])} for block, slot in slots.items()]
     optimizer = factory(tensors)
     if not isinstance(optimizer, torch.optim.Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance] # reason: users pass what they like
         raise ConfigError(
@@ -140,7 +162,7 @@ def _build(factory: OptimizerFactory, slots: Mapping[str, nn.Parameter], groups:
             "LBFGS evaluates the loss several times in a step, and each one would be a release. A step is one release. Use SGD or Adam."
         )
     stepped = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-    missing = [name for name, slot in slots.items() if id(slot) not in stepped]
+    missing = [block for block, slot in slots.items() if id(slot) not in stepped]
     if missing or len(stepped) != len(slots):
         raise ConfigError(
             f"the optimizer was not given exactly the tensors it was called with (missing: {missing[:3]}). "

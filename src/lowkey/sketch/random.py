@@ -17,7 +17,6 @@ from torch import Tensor
 
 from lowkey.boundary import Blocks, Provenance
 from lowkey.factors import Axis, Dense, Outer
-from lowkey.sketch.sketch import Subspace
 
 
 class Distribution(Enum):
@@ -107,30 +106,35 @@ class OneSided:
 
     def decode(self, blocks: Blocks) -> Tensor:
         """Apply the adjoint, which is unbiased because `E[basis basis^T] = I`."""
-        coordinates = blocks[self.name]
-        weight = coordinates.new_zeros(self.shape)
-        self.add_decoded(weight, coordinates)
+        weight = blocks[self.name].new_zeros(self.shape)
+        self.move(weight, blocks)
         return weight
 
-    def encode(self, weight: Tensor) -> Tensor:
-        """Apply the sketch to a tensor of the parameter's shape."""
-        return self.compress_dense(weight[None])[self.name].value[0]
+    # -- as the subspace that an optimizer steps in --------------------------------------------------------------------
 
-    def add_decoded(self, weight: Tensor, coordinates: Tensor) -> None:
-        """Add `coordinates basis^T` (or `basis coordinates`) to `weight`."""
-        matrix = self.matrix.to(weight.dtype)
+    @property
+    def is_centred(self) -> bool:
+        return True
+
+    def start(self) -> Mapping[str, Tensor]:
+        """Return a proxy at zero."""
+        return {self.name: self.matrix.new_zeros(self.proxy_shape)}
+
+    def encode(self, weight: Tensor) -> Mapping[str, Tensor]:
+        """Apply the sketch to a tensor of the parameter's shape."""
+        return {self.name: self.compress_dense(weight[None])[self.name].value[0]}
+
+    def move(self, weight: Tensor, proxies: Mapping[str, Tensor]) -> None:
+        """Add `coordinates basis^T` (or `basis coordinates`) to `weight`, without a full-size temporary."""
+        coordinates, matrix = proxies[self.name], self.matrix.to(weight.dtype)
         flat, step = weight.view(weight.shape[0], -1), coordinates.reshape(coordinates.shape[0], -1).to(weight.dtype)
         flat.addmm_(*((step, matrix.T) if self.axis is Axis.COLS else (matrix, step)))
 
-    def rotation_to(self, later: Subspace) -> Tensor | None:
-        """Return `basis^T later_basis`."""
+    def rotate_to(self, later: object, block: str, coordinates: Tensor) -> Tensor | None:
+        """Apply `basis^T later_basis` along the kept axis."""
         if not isinstance(later, OneSided) or later.axis is not self.axis:
             return None
-        return self.matrix.T @ later.matrix
-
-    def rotate(self, coordinates: Tensor, rotation: Tensor) -> Tensor:
-        """Apply a rotation along the kept axis."""
-        rotation = rotation.to(coordinates.dtype)
+        rotation = (self.matrix.T @ later.matrix).to(coordinates.dtype)
         if self.axis is Axis.COLS:
             return coordinates @ rotation
         return (rotation.T @ coordinates.flatten(1)).reshape(coordinates.shape)

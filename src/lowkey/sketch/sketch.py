@@ -31,31 +31,3 @@ class Sketch(Compression, Protocol):
     def decode(self, blocks: Blocks) -> Tensor:
         """Map released coordinates to an estimate of the gradient, unbiased over the draw of a random basis."""
         ...
-
-
-class Subspace(Sketch, Protocol):
-    """A sketch with one block, in which an optimizer can keep its state.
-
-    The optimizer steps a proxy of that block's shape, and the proxy's step is decoded into the weight.
-    """
-
-    @property
-    def proxy_shape(self) -> tuple[int, ...]:
-        """The shape of the coordinates."""
-        ...
-
-    def encode(self, weight: Tensor) -> Tensor:
-        """Apply the sketch to a tensor of the parameter's shape."""
-        ...
-
-    def add_decoded(self, weight: Tensor, coordinates: Tensor) -> None:
-        """Add the decoded coordinates to `weight`, in place and without a full-size temporary."""
-        ...
-
-    def rotation_to(self, later: Subspace) -> Tensor | None:
-        """Return the matrix that carries coordinates here to coordinates of `later`, applied along the sketched axis."""
-        ...
-
-    def rotate(self, coordinates: Tensor, rotation: Tensor) -> Tensor:
-        """Apply a rotation to coordinates."""
-        ...
