@@ -16,10 +16,10 @@ TEST_ENV := OMP_NUM_THREADS=1
 # What the privacy argument rests on is covered line by line, branch by branch.
 PROOF := src/lowkey/boundary.py,src/lowkey/release/*,src/lowkey/account/*,src/lowkey/sample/*
 
-.PHONY: help setup demo test slow coverage lint lint-style lint-imports lint-types format bench docs clean distclean
+.PHONY: help setup demo test slow coverage lint lint-style lint-imports lint-types format bench experiments docs clean distclean
 
 help:
-	@echo "make demo | test | slow | coverage | lint | format | bench | docs | clean | distclean"
+	@echo "make demo | test | slow | coverage | lint | format | bench | experiments | docs | clean | distclean"
 
 setup: $(STAMP)
 
@@ -65,6 +65,10 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py $(ARGS)
 	$(BIN)/python benchmarks/size.py
+
+experiments: $(STAMP)
+	$(BIN)/python experiments/compare.py $(ARGS)
+	$(BIN)/python experiments/fill_pages.py
 
 docs: $(STAMP)
 	$(BIN)/python scripts/collect_privacy_lines.py
