@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from torch import Tensor
 
@@ -126,3 +126,12 @@ class Public:
 
     examples: Sequence[object] | Mapping[str, Tensor] | Tensor
     loss: Callable[..., Tensor]
+
+    def __repr__(self) -> str:
+        # Ledgers, statements and checkpoints name a method by its text, which must be short and the same in every process.
+        column: Any = self.examples
+        if isinstance(column, Mapping):
+            column = next(iter(column.values()), ())
+        elif not isinstance(column, Tensor) and len(column) and isinstance(column[0], Tensor):
+            column = column[0]
+        return f"Public({len(column)} examples, loss={getattr(self.loss, '__qualname__', type(self.loss).__name__)})"
