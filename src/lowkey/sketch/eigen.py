@@ -175,17 +175,20 @@ def _add_mixed(total: Tensor, weights: Tensor, value: Tensor) -> None:
         flat[:, part] += (weights @ gradients[:, part].double()).to(flat.dtype)
 
 
+def overlap(parts: Sequence[Float[Tensor, "K ..."]]) -> Float[Tensor, "K K"]:
+    """Return the inner products of directions with each other in float64, given every parameter's part of them."""
+    chunk = {str(number): part for number, part in enumerate(parts)}
+    return _gram(chunk, chunk, list(chunk))
+
+
 def _orthonormalise(parts: Sequence[Tensor]) -> None:
     """Take out of the rows, in place, what rounding has left between them."""
     flats = [part.view(len(part), -1) for part in parts]
-    overlap = torch.zeros(len(flats[0]), len(flats[0]), dtype=torch.float64, device=flats[0].device)
-    for flat in flats:
-        for part in _parts(flat.shape[1], len(flat)):
-            overlap.addmm_(flat[:, part].double(), flat[:, part].double().T)
-    rank = int((overlap.diagonal() > 0).sum())
+    products = overlap(parts)
+    rank = int((products.diagonal() > 0).sum())
     if rank == 0:
         return
-    values, vectors = torch.linalg.eigh(overlap[:rank, :rank])
+    values, vectors = torch.linalg.eigh(products[:rank, :rank])
     # NUMERICS: of all orthonormal rows these are the nearest ones, so what is already orthonormal stays.
     correction = (vectors * values.clamp_min(torch.finfo(torch.float64).eps).rsqrt()) @ vectors.T
     for flat in flats:

@@ -5,6 +5,7 @@ Axes: B examples, T positions, R rows and C columns of the parameter seen as a m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from lowkey.boundary import Blocks, Provenance
 from lowkey.factors import Axis, Dense, OneHot, Outer, wide_dtype
 from lowkey.factors.factor import Side
+from lowkey.sketch.random import Distribution, draw_basis
 
 SUBSPACE = "subspace"
 """The block that all parameters share."""
@@ -77,6 +79,16 @@ class Shared:
     def decode(self, blocks: Blocks) -> Tensor:
         """Apply the adjoint, which is the nearest point of the subspace where the directions are orthonormal."""
         return combine_directions(blocks[SUBSPACE], self.matrix)
+
+
+def draw_directions(shape: tuple[int, ...], some: range, rank: int, key: tuple[object, ...]) -> Float[Tensor, "K ..."]:
+    """Draw one parameter's part of some of `rank` Gaussian directions, with entries of variance `1 / rank`.
+
+    Guarantee:
+        A function of its arguments alone, as `draw_basis` is.
+    """
+    drawn = draw_basis(Distribution.GAUSSIAN, math.prod(shape), len(some), (*key, some.start, rank))
+    return (drawn.T * (len(some) / rank) ** 0.5).reshape(len(some), *shape)
 
 
 def combine_directions(coordinates: Float[Tensor, " K"], matrix: Float[Tensor, "K ..."]) -> Tensor:
