@@ -9,7 +9,7 @@ from lowkey.account.calibrate import calibrate
 from lowkey.boundary import Provenance, Public, Released
 from lowkey.errors import BudgetError, ConfigError, LedgerError, LowkeyError, PrivacyBoundaryError, ShapeError, UnsupportedLayerError
 from lowkey.execution import CheckIsolation, Execution
-from lowkey.methods import DPSGD, Grape, Side
+from lowkey.methods import DPSGD, RGP, DPZero, Grape, LinearProbe, LoRA, NaiveGaLore, PowerSGD, Side
 from lowkey.optim import OnRefresh
 from lowkey.privatize import Private, StepReport, privatize
 from lowkey.release import SecureNoise, SeededNoise, SystemNoise
@@ -20,6 +20,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DPSGD",
+    "DPZero",
     "BudgetError",
     "CheckIsolation",
     "ConfigError",
@@ -27,14 +28,19 @@ __all__ = [
     "Execution",
     "Grape",
     "LedgerError",
+    "LoRA",
+    "LinearProbe",
     "LowkeyError",
+    "NaiveGaLore",
     "OnRefresh",
     "Plan",
     "Poisson",
     "Private",
+    "PowerSGD",
     "PrivacyBoundaryError",
     "Provenance",
     "Public",
+    "RGP",
     "Released",
     "SecureNoise",
     "SeededNoise",

@@ -118,7 +118,7 @@ class ClippedGradients:
         _check_attached(losses)
         try:
             if self._is_due(losses):
-                self._compare(losses, Record.BOTH)
+                self._compare(losses)
             else:
                 self._run_backward(losses, torch.ones_like(losses))
             return self._collector.finish()
@@ -134,36 +134,22 @@ class ClippedGradients:
                 "Write private.backward(lambda: loss(model(x), y)); every other method takes that as well."
             )
         if self._check is CheckIsolation.ALWAYS or not self._is_isolated:
-            self._check_by_gradients(_run(losses))
+            # Gradients show what losses alone cannot: coupled examples, and parameters that nothing reaches.
+            self._differentiated(_run(losses))
         ((block, shape),) = _block_shapes(self._sketches).items()
         one = torch.ones(shape, dtype=self.sum.dtype, device=self._device)
         directions = {name: sketch.decode({block: one}) for name, sketch in self._sketches.items()}
         return probe(lambda: _checked(losses(), self._device), self._parameters, directions, scale=scale, block=block)
 
-    def _check_by_gradients(self, losses: object) -> None:
-        """Look at a batch's gradients for what losses alone cannot show: coupled examples, and parameters that nothing reaches."""
-        losses = _checked(losses, self._device)
-        if not losses.numel():
-            return
-        _check_attached(losses)
-        try:
-            if self._is_due(losses):
-                self._compare(losses, Record.NORMS)
-            else:
-                self._run_backward(losses, torch.ones_like(losses), Record.NORMS)
-        finally:
-            self._collector.abandon()
-            self._capture.forget()
-
     def _is_due(self, losses: Tensor) -> bool:
         return len(losses) > 1 and (self._check is CheckIsolation.ALWAYS or not self._is_isolated)
 
-    def _compare(self, losses: Tensor, record: Record) -> None:
+    def _compare(self, losses: Tensor) -> None:
         """Run two backward passes, the first over weighted losses, and compare what they leave."""
         weights = isolation_weights(losses)
         self._run_backward(losses, weights, Record.NORMS, again=True)
         weighted = self._collector.take_norms()
-        self._run_backward(losses, torch.ones_like(losses), record)
+        self._run_backward(losses, torch.ones_like(losses), Record.BOTH)
         plain = self._collector.take_norms()
         self._shown |= check_isolation(weights, weighted, plain)
         # PRIVACY: a gradient that was zero so far has shown nothing, so the next batch is checked as well.

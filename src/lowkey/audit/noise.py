@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from lowkey.audit.result import Check, Findings
@@ -29,6 +30,8 @@ from lowkey.sketch import Sketch
 _FEWEST_STEPS, _MOST_STEPS = 6, 1500
 _PREFIX = 256
 _MOST_COMPARED = 64
+_MOST_DIRECTIONS = 128
+_FIRST_ENTRIES = 16
 _MOST_SAMPLED = 200_000
 _LAGS = (1, 2, 3)
 _NUM_TESTS = 10
@@ -68,11 +71,14 @@ def check_noise(subject: Subject, make_noise: Callable[[], NoiseSource], num_coo
     steps = _sessions(subject, num_coordinates)
     draws: dict[str, Draws] = {}
     bases: list[Numbers] = []
+    directions: list[Numbers] = []
     for num_steps in steps:
         # More than one session: a source that starts alike in each is known by its repetition.
         with subject.session(make_noise()) as session:
             bases = bases or _bases(session.private.sketches)
             for _ in range(num_steps):
+                if len(directions) < _MOST_DIRECTIONS:
+                    directions.append(_directions(session.private.sketches))
                 _take(session, subject, draws, findings)
     draws = {name: draw for name, draw in draws.items() if draw.count}
     if not draws:
@@ -85,6 +91,7 @@ def check_noise(subject: Subject, make_noise: Callable[[], NoiseSource], num_coo
     _check_steps(draws, steps[0], findings)
     _check_blocks(draws, findings)
     _check_bases(draws, bases, findings)
+    _check_directions(draws, directions, findings)
 
 
 def _sessions(subject: Subject, num_coordinates: int) -> list[int]:
@@ -157,7 +164,9 @@ def _check_steps(draws: Mapping[str, Draws], session_length: int, findings: Find
 def _check_blocks(draws: Mapping[str, Draws], findings: Findings) -> None:
     """Compare every block with every other: a stream of noise that two blocks share begins alike."""
     names = list(draws)
-    rows = np.stack([np.concatenate([_padded(prefix) for prefix in draw.prefixes[:_MOST_COMPARED]]) for draw in draws.values()])
+    # A sketch that begins later has blocks of its own, which fewer steps hold.
+    count = min(_MOST_COMPARED, *(len(draw.prefixes) for draw in draws.values()))
+    rows = np.stack([np.concatenate([_padded(prefix) for prefix in draw.prefixes[:count]]) for draw in draws.values()])
     score, pairs, (first, second) = largest_correlation(rows)
     if pairs and normal_p_value(score) * pairs < ALPHA / _NUM_TESTS:
         findings.report(
@@ -184,6 +193,35 @@ def _bases(sketches: Mapping[str, Sketch]) -> list[Numbers]:
     matrices = [matrix for sketch in sketches.values() for axis in Axis if (matrix := sketch.basis(axis)) is not None]
     orders = [order for matrix in matrices for order in (matrix, matrix.T)]
     return [_padded(order.flatten()[:_PREFIX].double().cpu().numpy()) for order in orders]
+
+
+def _check_directions(draws: Mapping[str, Draws], directions: Sequence[Numbers], findings: Findings) -> None:
+    """Compare the noise of each step with the directions that the step's coordinates stand for, over all steps."""
+    if len({len(each) for each in directions}) > 1:
+        return  # a sketch that begins later has no directions, and no such block, in the steps before
+    given = np.stack(directions)
+    if not given.size:
+        return
+    noise = np.stack([np.concatenate([draw.prefixes[step][:_FIRST_ENTRIES] for draw in draws.values()]) for step in range(len(given))])
+    score, pairs, _ = largest_correlation(given.T, noise.T)
+    if normal_p_value(score) * pairs < ALPHA / _NUM_TESTS:
+        findings.report(
+            Check.NOISE_INDEPENDENCE, f"the noise follows the direction that gradients are projected on ({score:.1f} standard deviations)."
+        )
+
+
+def _directions(sketches: Mapping[str, Sketch]) -> Numbers:
+    """Return the first entries of the first direction of each sketch whose coordinates belong to no side of a matrix."""
+    entries: list[Numbers] = [np.zeros(0)]
+    for sketch in sketches.values():
+        shapes = list(sketch.blocks.items())
+        if sketch.is_identity or len(shapes) != 1 or len(shapes[0][1]) != 1 or any(sketch.basis(axis) is not None for axis in Axis):
+            continue
+        ((block, shape),) = shapes
+        first = torch.zeros(shape, dtype=torch.float64)
+        first[0] = 1.0
+        entries.append(sketch.decode({block: first}).flatten()[:_FIRST_ENTRIES].double().cpu().numpy())
+    return np.concatenate(entries)
 
 
 def _padded(prefix: Numbers) -> Numbers:

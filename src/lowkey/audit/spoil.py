@@ -143,7 +143,7 @@ def top_direction(sketch: Sketch, parameter: Tensor) -> tuple[Tensor, Tensor]:
     gradient = torch.outer(rows, cols)
     for _ in range(20):
         coordinates = sketch.compress_dense(gradient.view(1, *parameter.shape))
-        gradient = sketch.decode({name: block.dense()[0] for name, block in coordinates.items()}).reshape(shape)
+        gradient = sketch.decode({name: block.dense()[0] for name, block in coordinates.items()}).reshape(shape).double()
         gradient = gradient / gradient.norm()
     cols = gradient.T @ (gradient @ cols)
     cols = cols / cols.norm()

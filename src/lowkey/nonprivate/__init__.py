@@ -1,5 +1,6 @@
 """Everything without a guarantee: for comparisons, never for private data."""
 
+from lowkey.nonprivate.galore import GaLore
 from lowkey.nonprivate.method import NonPrivate
 
-__all__ = ["NonPrivate"]
+__all__ = ["GaLore", "NonPrivate"]

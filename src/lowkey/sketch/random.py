@@ -6,6 +6,7 @@ Axes: B examples, R rows and C columns of the parameter seen as a matrix, K kept
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -39,9 +40,7 @@ def draw_basis(distribution: Distribution, width: int, rank: int, key: tuple[obj
     Guarantee:
         Independent of every batch and of every noise key: the seed is public and of this module only.
     """
-    # PRIVACY: the projection's key is never a noise key; sharing one would make the noise a multiple of the basis.
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=16, person=b"lowkey-basis").digest()
-    generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+    generator = _generator(key)
     if distribution is Distribution.RADEMACHER:
         return torch.from_numpy(generator.integers(0, 2, (width, rank)).astype(np.float64) * 2 - 1) / rank**0.5
     normal = torch.from_numpy(generator.standard_normal((width, rank)))
@@ -49,6 +48,27 @@ def draw_basis(distribution: Distribution, width: int, rank: int, key: tuple[obj
         return normal / rank**0.5
     columns, triangle = torch.linalg.qr(normal)
     return columns * triangle.diagonal().sign() * (width / rank) ** 0.5
+
+
+def draw_signs(shape: tuple[int, ...], like: Tensor, key: tuple[object, ...]) -> Tensor:
+    """Draw numbers that are 1 or -1, as a function of `key` alone, with the dtype and device of `like`.
+
+    Guarantee:
+        As for `draw_basis`.
+
+    Example:
+        >>> draw_signs((3,), torch.zeros(()), ("seed", 7)).abs()
+        tensor([1., 1., 1.])
+    """
+    numel = math.prod(shape)
+    bits = np.unpackbits(np.frombuffer(_generator(key).bytes(-(-numel // 8)), dtype=np.uint8), count=numel)
+    return torch.from_numpy(bits).view(shape).to(like).mul_(2.0).sub_(1.0)
+
+
+def _generator(key: tuple[object, ...]) -> np.random.Generator:
+    # PRIVACY: the projection's key is never a noise key; sharing one would make the noise a multiple of the basis.
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=16, person=b"lowkey-basis").digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
 
 @dataclass(frozen=True, eq=False)
