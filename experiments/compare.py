@@ -165,7 +165,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["text", "image"])
     parser.add_argument("--entrants", nargs="+", choices=ENTRANTS, default=list(ENTRANTS), metavar="NAME", help=", ".join(ENTRANTS))
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each method at each ε")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each method at each ε; 0 to tune only")
     parser.add_argument("--workers", type=int, default=2, help="processes, of one thread each")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     return parser.parse_args(arguments)

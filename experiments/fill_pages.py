@@ -55,8 +55,8 @@ def method_text(stem: str, found: Mapping[str, Standings]) -> str:
     """Return the tables of one method's page."""
     parts = [f"From `{_COMMAND}`; what was compared, and how, is in [](../choose.md)."]
     for standing in found.values():
-        rows = [row for row in standing.rows if row.entrant.page == stem or row.entrant.name in (REFERENCE, "NonPrivate")]
-        if any(row.entrant.page == stem for row in rows):
+        rows = [row for row in standing.rows if row.entrant.page == stem.replace("_", "") or row.entrant.name in (REFERENCE, "NonPrivate")]
+        if any(row.entrant.page == stem.replace("_", "") for row in rows):
             parts += ["", f"{standing.title}:", "", table(standing, rows)]
     return "\n".join(parts)
 

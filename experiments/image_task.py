@@ -43,7 +43,7 @@ def load() -> Task:
         microbatch=125,
         rank=8,
         subspace_rank=50,
-        learning_rates=(1e-3, 3e-3, 1e-2, 3e-2),
+        learning_rates=(3e-3, 1e-2, 3e-2, 1e-1),
         baselines=lambda: {
             "always the most frequent answer": majority(test.tensors[1]),
             "logistic regression on pixels, not private": logistic_regression(train, test),

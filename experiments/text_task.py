@@ -80,7 +80,7 @@ def load() -> Task:
         microbatch=100,
         rank=16,
         subspace_rank=50,
-        learning_rates=(1e-3, 3e-3, 1e-2, 3e-2),
+        learning_rates=(3e-3, 1e-2, 3e-2, 1e-1),
         baselines=_baselines,
     )
 

@@ -29,7 +29,7 @@ def load() -> Task:
         microbatch=30,
         rank=3,
         subspace_rank=5,
-        learning_rates=(1e-3, 3e-3, 1e-2, 3e-2),
+        learning_rates=(3e-3, 1e-2, 3e-2, 1e-1),
         baselines=lambda: {"always the more frequent answer": majority(test.tensors[1])},
     )
 
