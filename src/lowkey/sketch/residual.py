@@ -151,7 +151,7 @@ class Residual:
 
     def dense(self) -> Tensor:
         whole = self.whole.dense().to(self.coordinates.dtype)
-        inside = self.coordinates @ self.sketch.matrix.reshape(self.sketch.matrix.shape[0], -1)
+        inside = self.coordinates @ self.sketch.matrix.to(whole.dtype).reshape(self.sketch.matrix.shape[0], -1)
         return self.sketch.weight * (whole - inside.reshape(whole.shape))
 
     def without(self, bad: Bool[Tensor, " B"]) -> Residual:
