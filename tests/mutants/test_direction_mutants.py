@@ -47,7 +47,7 @@ def direction_and_noise_share_a_key(patch: Patch) -> None:
     def draw(shape: tuple[int, ...], like: Tensor, key: tuple[Any, ...]) -> Tensor:
         drawn = torch.zeros(shape, dtype=like.dtype)
         if secrets:
-            NOISE._add_philox(drawn, 1.0, NOISE.derive_key(secrets[-1], "system noise", key[2], 0, 0))
+            NOISE._add_philox(drawn, 1.0, NOISE.derive_key(secrets[-1], "system noise", key[2], key[2] - 1, 0))
         return drawn + (0.0 if secrets else 1.0)
 
     patch.setattr(NOISE.DrawKeys, "_renew", renewed)
