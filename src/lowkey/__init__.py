@@ -9,7 +9,7 @@ from lowkey.account.calibrate import calibrate
 from lowkey.boundary import Provenance, Public, Released
 from lowkey.errors import BudgetError, ConfigError, LedgerError, LowkeyError, PrivacyBoundaryError, ShapeError, UnsupportedLayerError
 from lowkey.execution import CheckIsolation, Execution
-from lowkey.methods import DPSGD, RGP, DPZero, Grape, LinearProbe, LoRA, NaiveGaLore, PowerSGD, Side
+from lowkey.methods import DPSGD, GEP, PDPSGD, RGP, RPDPSGD, DPZero, Grape, LinearProbe, LoRA, NaiveGaLore, PowerSGD, Side
 from lowkey.optim import OnRefresh
 from lowkey.privatize import Private, StepReport, privatize
 from lowkey.release import SecureNoise, SeededNoise, SystemNoise
@@ -26,6 +26,7 @@ __all__ = [
     "ConfigError",
     "Distribution",
     "Execution",
+    "GEP",
     "Grape",
     "LedgerError",
     "LoRA",
@@ -33,6 +34,7 @@ __all__ = [
     "LowkeyError",
     "NaiveGaLore",
     "OnRefresh",
+    "PDPSGD",
     "Plan",
     "Poisson",
     "Private",
@@ -41,6 +43,7 @@ __all__ = [
     "Provenance",
     "Public",
     "RGP",
+    "RPDPSGD",
     "Released",
     "SecureNoise",
     "SeededNoise",

@@ -19,10 +19,18 @@ from lowkey.audit import Check, mechanism
 
 @dataclass(frozen=True)
 class Row:
-    """A method, and how many coordinates its audit looks at."""
+    """A method, how many coordinates its audit looks at, and how it is made for a model if it needs examples that the model takes."""
 
     method: Any
     num_coordinates: int = 20_000
+    with_public: Callable[[lk.Public], Any] | None = None
+
+    def on(self, public: lk.Public) -> Any:
+        return self.method if self.with_public is None else self.with_public(public)
+
+
+def needs_public(make: Callable[[lk.Public], Any]) -> Row:
+    return Row(make(lk.Public(batch_of(8), cross_entropy)), with_public=make)
 
 
 METHODS = {
@@ -38,6 +46,11 @@ METHODS = {
     "PowerSGD": Row(lk.PowerSGD(rank=3)),
     "LoRA": Row(lk.LoRA(rank=3)),
     "LoRA frozen A": Row(lk.LoRA(rank=3, freeze_a=True, alpha=6.0)),
+    "PDPSGD": needs_public(lambda public: lk.PDPSGD(public=public, rank=2, refresh_every=2)),
+    "PDPSGD sketch first": needs_public(lambda public: lk.PDPSGD(public=public, rank=3, refresh_every=3, start_step=2, sketch_first=True)),
+    "RPDPSGD": Row(lk.RPDPSGD(rank=20, refresh_every=2)),
+    "RPDPSGD sketch first": Row(lk.RPDPSGD(rank=20, refresh_every=3, sketch_first=True)),
+    "GEP": needs_public(lambda public: lk.GEP(public=public, rank=3, refresh_every=2)),
     "LinearProbe": Row(lk.LinearProbe()),
     "DPZero": Row(lk.DPZero(scale=1e-3)),
     "NonPrivate": Row(lk.nonprivate.NonPrivate()),
@@ -132,7 +145,8 @@ def test_the_audit_finds_nothing_or_that_nothing_is_promised(name: str) -> None:
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_method_trains_a_model(name: str, kind: str) -> None:
     build, loss, batch = MODELS[kind]
-    private, losses = maker(METHODS[name].method, model=build, loss=loss)(lk.SystemNoise())
+    method = METHODS[name].on(lk.Public(batch, loss))
+    private, losses = maker(method, model=build, loss=loss)(lk.SystemNoise())
     with private:
         before = weights_of(private)
         take(private, losses, 2, batch)
