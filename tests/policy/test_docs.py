@@ -6,6 +6,8 @@ import dataclasses
 import importlib
 import re
 import runpy
+import sys
+import types
 
 import pytest
 from repository import PACKAGE, ROOT, name_of, source_files
@@ -51,3 +53,20 @@ def test_every_public_module_is_in_the_reference(name: str) -> None:
     page = DOCS / "reference" / f"{name}.md"
     assert page.exists(), f"write docs/reference/{name}.md and list it in docs/reference/index.md"
     assert f"automodule:: lowkey.{name}" in page.read_text(encoding="utf-8")
+
+
+LISTED = ["howto/add-a-method.md"]
+"""Pages whose Python listings are one program, from the first to the last."""
+
+
+@pytest.mark.parametrize("page", LISTED)
+def test_the_listings_of_a_page_run(page: str) -> None:
+    listings = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
+    # A module of its own, for dataclasses look their annotations up there.
+    module = types.ModuleType("listing")
+    sys.modules["listing"] = module
+    try:
+        for listing in listings:
+            exec(compile(listing, page, "exec"), vars(module))
+    finally:
+        del sys.modules["listing"]
