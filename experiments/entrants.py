@@ -18,7 +18,7 @@ import lowkey as lk
 from lowkey.methods import Method
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
-SGD_STEPS = (0.01, 0.03)
+SGD_STEPS = (0.03, 0.1)
 """SGD's learning rate times the clip norm: how far a clipped gradient moves the weights at once, before momentum."""
 MOMENTUM = 0.9
 LENGTHS = (0.03, 0.1, 0.3, 1.0)
@@ -87,7 +87,7 @@ def adam_or_sgd(task: Task) -> tuple[Setting, ...]:
 
 def zeroth_order(task: Task) -> tuple[Setting, ...]:
     """Return plain SGD with rates at which a clipped step has the same length for any model."""
-    num_trained = sum(parameter.numel() for parameter in task.build(0).parameters())
+    num_trained = sum(parameter.numel() for parameter in task.build(0).parameters() if parameter.requires_grad)
     return tuple(Setting("SGD", length / (task.clip_norm * math.sqrt(num_trained))) for length in LENGTHS)
 
 

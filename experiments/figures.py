@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import matplotlib as mpl
+from entrants import REFERENCE
 from standings import Row, Standings
 
 mpl.use("svg")
@@ -56,6 +57,8 @@ def _frame(axes: Axes, standings: Standings) -> None:
     if 0 < first_without < len(rows):
         axes.axhline(first_without - 0.5, color=WITHOUT, linewidth=0.8)
     axes.set_yticks(range(len(rows)), [_label(row) for row in rows])
+    for label, row in zip(axes.get_yticklabels(), rows, strict=True):
+        label.set_fontweight("bold" if row.entrant.name == REFERENCE else "normal")
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel(
         f"accuracy on {standings.num_test:,} test examples, mean and standard deviation of {standings.num_seeds} runs", fontsize=9

@@ -1,6 +1,7 @@
-"""Mails, spam or not: the last layer of a pretrained MiniLM, on what the layers below it made of each mail.
+"""Mails, spam or not: the last attention of a pretrained MiniLM, on what the layers below it made of each mail.
 
 The layers below are frozen and public, so their output is computed once.
+The last layer's attention and norms, the pooler and a new head are trained; its two wide matrices, most of its weights, stay as they are.
 A BERT classifier reads nothing but its first position, so the last layer asks, answers and transforms there alone:
 the same function as the whole layer, for a sixth of its work.
 """
@@ -64,11 +65,13 @@ def load() -> Task:
     model = load_text_model(None, seed=0)
     # A copy, because the layer is shared by reference and each run trains its own.
     template = LastLayer(copy.deepcopy(model.network)).requires_grad_(True)
+    for wide in (template.wide, template.narrow):
+        wide.requires_grad_(False)
     train, test = _features(model)
-    num_trained = sum(parameter.numel() for parameter in template.parameters())
+    num_trained = sum(parameter.numel() for parameter in template.parameters() if parameter.requires_grad)
     return Task(
         name="text",
-        title=f"Mails, spam or not: the last layer of MiniLM-L6, {num_trained:,} weights",
+        title=f"Mails, spam or not: attention of MiniLM-L6's last layer, pooler and head, {num_trained:,} weights",
         public=part(train, 0, NUM_PUBLIC),
         validation=part(train, NUM_PUBLIC, NUM_PUBLIC + NUM_VALIDATION),
         train=part(train, NUM_PUBLIC + NUM_VALIDATION, len(train)),
