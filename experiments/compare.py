@@ -23,7 +23,7 @@ from statistics import mean
 from entrants import ENTRANTS
 from standings import Results, chosen_setting, read_results
 from tasks import TASKS, Task, load_task
-from trial import PLANNED_EPSILON, Outcome, Phase, Trial, protocol, run, to_line, use_one_thread
+from trial import PLANNED_EPSILON, Outcome, Phase, Trial, prepare_worker, protocol, run, to_line
 
 import lowkey as lk
 from lowkey.account import compose_trials
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run_all(comparison: Comparison, num_workers: int) -> None:
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_workers, mp_context=context, initializer=use_one_thread) as pool:
+    with ProcessPoolExecutor(num_workers, mp_context=context, initializer=prepare_worker) as pool:
         running: dict[Future[Outcome], Trial] = {}
         while True:
             # No more are handed out than can start at once, so that a stopped script loses no more than that.

@@ -130,9 +130,11 @@ def from_line(line: Mapping[str, Any]) -> tuple[Trial, Outcome]:
     return trial, Outcome(**{name: fields[name] for name in Outcome.__dataclass_fields__})
 
 
-def use_one_thread() -> None:
-    """Let each worker compute on one core."""
+def prepare_worker() -> None:
+    """Let a worker compute on one core, and round numbers too small to matter to zero."""
     torch.set_num_threads(1)
+    # A rate that is too large saturates the attention, whose gradients become so small that a processor takes six times as long over them.
+    torch.set_flush_denormal(True)
 
 
 @functools.cache
