@@ -141,7 +141,7 @@ def _mixing(gram: Float[Tensor, "M M"], rank: int, precision: float) -> Float[Te
     if not bool(torch.isfinite(gram).all()):
         raise ConfigError(
             "a public example has a gradient that is not finite. Its directions are those that training is confined to. "
-            "Look for public examples whose loss is infinite or NaN, and leave them out."
+            "Leave out public examples whose loss is infinite or NaN; if all are, training has diverged, so lower the learning rate."
         )
     values, vectors = torch.linalg.eigh(gram)
     values, vectors = values.flip(0)[:rank], vectors.flip(1)[:, :rank]
