@@ -14,10 +14,11 @@ from workloads import Materials
 
 Step = Callable[[], None]
 
-LEARNING_RATE = 1e-3
+LEARNING_RATE = 1e-6
 NOISE_MULTIPLIER = 1.0
 CLIP_NORM = 1.0
 RANK = 16
+CARRIERS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,15 +66,46 @@ def _floor(materials: Materials) -> Step:
     return step
 
 
-def _private(materials: Materials, method: Callable[[], Any]) -> Step:
+def _forward_twice(materials: Materials) -> Step:
+    """Two forward passes without gradients: what a method without a backward pass cannot go below."""
+
+    @torch.no_grad()
+    def step() -> None:
+        for _ in range(2):
+            F.cross_entropy(materials.logits(), materials.labels)
+
+    return step
+
+
+def _dpzero(materials: Materials) -> Step:
+    import lowkey as lk
+
+    # Losses alone show no coupling, so the first step of a run checks gradients once; here the steps after it are of interest.
+    execution = lk.Execution(check_isolation=lk.CheckIsolation.NEVER)
+    sgd = functools.partial(torch.optim.SGD, lr=LEARNING_RATE)
+    private = lk.privatize(materials.model, sgd, method=lk.DPZero(), plan=_plan(materials), clip_norm=CLIP_NORM, execution=execution)
+
+    def step() -> None:
+        private.backward(lambda: F.cross_entropy(materials.logits(), materials.labels, reduction="none"))
+        private.step()
+
+    return step
+
+
+def _plan(materials: Materials) -> Any:
     import lowkey as lk
 
     examples = len(materials.labels)
-    plan = lk.Plan(
+    return lk.Plan(
         noise_multiplier=NOISE_MULTIPLIER, delta=1e-5, num_examples=100 * examples, expected_batch_size=examples, num_steps=10_000
     )
+
+
+def _private(materials: Materials, method: Callable[[], Any]) -> Step:
+    import lowkey as lk
+
     optimizer = functools.partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
-    private = lk.privatize(materials.model, optimizer, method=method(), plan=plan, clip_norm=CLIP_NORM)
+    private = lk.privatize(materials.model, optimizer, method=method(), plan=_plan(materials), clip_norm=CLIP_NORM)
 
     def step() -> None:
         private.backward(F.cross_entropy(materials.logits(), materials.labels, reduction="none"))
@@ -92,6 +124,18 @@ def _dpsgd() -> Any:
     import lowkey as lk
 
     return lk.DPSGD()
+
+
+def _rgp() -> Any:
+    import lowkey as lk
+
+    return lk.RGP(rank=CARRIERS)
+
+
+def _lora() -> Any:
+    import lowkey as lk
+
+    return lk.LoRA(rank=RANK)
 
 
 def _non_private() -> Any:
@@ -139,6 +183,10 @@ CONTENDERS = {
         Contender(name="floor", title="forward and input gradients alone", modules=(), start=_floor),
         _lowkey("grape", f"Grape(rank={RANK})", _grape),
         _lowkey("dpsgd", "DPSGD()", _dpsgd),
+        _lowkey("rgp", f"RGP(rank={CARRIERS})", _rgp),
+        _lowkey("lora", f"LoRA(rank={RANK})", _lora),
+        Contender(name="forward-twice", title="two forward passes alone", modules=(), start=_forward_twice),
+        Contender(name="dpzero", title="lowkey, DPZero()", modules=("lowkey",), start=_dpzero),
         _lowkey("nonprivate", "NonPrivate(), no guarantee", _non_private),
         Contender(name="opacus-hooks", title="Opacus, hooks", modules=("opacus",), start=functools.partial(_opacus, mode="hooks")),
         Contender(name="opacus-ghost", title="Opacus, ghost clipping", modules=("opacus",), start=functools.partial(_opacus, mode="ghost")),

@@ -37,11 +37,12 @@ def probe(
     Cost:
         Two forward passes, and one more copy of the weights.
     """
-    with torch.no_grad():
-        with _same_randomness(parameters), _moved(parameters, directions, scale):
+    with torch.no_grad(), _lent(parameters, directions) as move:
+        move(scale)
+        with _same_randomness(parameters):
             ahead = losses()
-        with _moved(parameters, directions, -scale):
-            behind = losses()
+        move(-scale)
+        behind = losses()
     # NUMERICS: the difference of two nearly equal losses is taken in the dtype that sums are held in.
     dtype = wide_dtype(ahead.dtype)
     slopes = (ahead.to(dtype) - behind.to(dtype)) / (2.0 * scale)
@@ -49,13 +50,18 @@ def probe(
 
 
 @contextmanager
-def _moved(parameters: Mapping[str, Tensor], directions: Mapping[str, Tensor], distance: float) -> Generator[None]:
-    """Move the weights, and put the very same numbers back, whatever happens in between."""
+def _lent(parameters: Mapping[str, Tensor], directions: Mapping[str, Tensor]) -> Generator[Callable[[float], None]]:
+    """Let the parameters hold other numbers for a while, and put the very same ones back, whatever happens in between."""
     before = {name: parameter.data for name, parameter in parameters.items()}
+
+    def move(distance: float) -> None:
+        for name, weight in before.items():
+            torch.add(weight, directions[name].to(weight.dtype), alpha=distance, out=parameters[name].data)
+
     try:
-        for name, parameter in parameters.items():
-            parameter.data = before[name].add(directions[name].to(parameter.dtype), alpha=distance)
-        yield
+        for parameter in parameters.values():
+            parameter.data = torch.empty_like(parameter)
+        yield move
     finally:
         for name, parameter in parameters.items():
             parameter.data = before[name]

@@ -61,8 +61,13 @@ def draw_signs(shape: tuple[int, ...], like: Tensor, key: tuple[object, ...]) ->
         tensor([1., 1., 1.])
     """
     numel = math.prod(shape)
-    bits = np.unpackbits(np.frombuffer(_generator(key).bytes(-(-numel // 8)), dtype=np.uint8), count=numel)
-    return torch.from_numpy(bits).view(shape).to(like).mul_(2.0).sub_(1.0)
+    octets = np.frombuffer(_generator(key).bytes(-(-numel // 8)), dtype=np.uint8)
+    # One look-up gives eight signs, where unpacking bits would take a pass for each conversion.
+    return torch.from_numpy(_SIGNS[octets].reshape(-1)[:numel]).view(shape).to(like)
+
+
+_SIGNS = 2 * np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).astype(np.float32) - 1
+"""The eight signs that each byte stands for."""
 
 
 def _generator(key: tuple[object, ...]) -> np.random.Generator:

@@ -92,7 +92,9 @@ def draw_directions(shape: tuple[int, ...], some: range, rank: int, key: tuple[o
 
 
 def combine_directions(coordinates: Float[Tensor, " K"], matrix: Float[Tensor, "K ..."]) -> Tensor:
-    """Return `sum_k coordinates[k] matrix[k]`."""
+    """Return `sum_k coordinates[k] matrix[k]`; of a single direction that is taken once, the direction itself."""
+    if len(matrix) == 1 and float(coordinates[0]) == 1.0:
+        return matrix[0]
     return (coordinates.to(matrix.dtype) @ matrix.reshape(matrix.shape[0], -1)).reshape(matrix.shape[1:])
 
 
