@@ -9,7 +9,7 @@ from lowkey.account.calibrate import calibrate
 from lowkey.boundary import Provenance, Public, Released
 from lowkey.errors import BudgetError, ConfigError, LedgerError, LowkeyError, PrivacyBoundaryError, ShapeError, UnsupportedLayerError
 from lowkey.execution import CheckIsolation, Execution
-from lowkey.methods import DPSGD, GEP, PDPSGD, RGP, RPDPSGD, DPZero, Grape, LinearProbe, LoRA, NaiveGaLore, PowerSGD, Side
+from lowkey.methods import DPSGD, GEP, PDPSGD, RGP, RPDPSGD, Denoise, DPZero, Grape, LinearProbe, LoRA, NaiveGaLore, PowerSGD, Side
 from lowkey.optim import OnRefresh
 from lowkey.privatize import Private, StepReport, privatize
 from lowkey.release import SecureNoise, SeededNoise, SystemNoise
@@ -24,6 +24,7 @@ __all__ = [
     "BudgetError",
     "CheckIsolation",
     "ConfigError",
+    "Denoise",
     "Distribution",
     "Execution",
     "GEP",

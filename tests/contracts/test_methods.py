@@ -51,6 +51,8 @@ METHODS = {
     "RPDPSGD": Row(lk.RPDPSGD(rank=20, refresh_every=2)),
     "RPDPSGD sketch first": Row(lk.RPDPSGD(rank=20, refresh_every=3, sketch_first=True)),
     "GEP": needs_public(lambda public: lk.GEP(public=public, rank=3, refresh_every=2)),
+    "Denoise gradient": Row(lk.Denoise()),
+    "Denoise momentum": Row(lk.Denoise(target="momentum", decay=0.5)),
     "LinearProbe": Row(lk.LinearProbe()),
     "DPZero": Row(lk.DPZero(scale=1e-3)),
     "NonPrivate": Row(lk.nonprivate.NonPrivate()),

@@ -5,7 +5,19 @@ from __future__ import annotations
 import math
 
 import torch
+from dense_steps import OPTIMIZERS, SUBJECTS, Gradients, assert_same_weights, take, trained, twins
 from torch import Tensor
+
+import lowkey as lk
+from lowkey.methods import Target
+
+CLIP_NORM = 0.3
+LINEAR = {
+    "MLP": ["body.0.weight", "body.3.weight", "body.5.weight"],
+    "convolutions": ["head.weight"],
+    "input-first": ["up.weight", "down.weight", "head.weight"],
+}
+"""The matrices of linear layers in each subject."""
 
 
 def dense_shrink(matrix: Tensor, noise_std: float, kappa: float, norm_correction: bool) -> Tensor:
@@ -42,3 +54,45 @@ def spiked(shape: tuple[int, int], spikes: list[float], noise_std: float = 1.0, 
 def frame(size: int, count: int, generator: torch.Generator) -> Tensor:
     """Random orthonormal rows."""
     return torch.linalg.qr(torch.randn(size, count, generator=generator, dtype=torch.float64))[0].T
+
+
+class DenseDenoise:
+    """`Denoise` from its formula: equation (R) gives the noise level, and the average is taken anew from all releases."""
+
+    def __init__(self, names: list[str], method: lk.Denoise, noise_std: float) -> None:
+        self.names, self.method, self.noise_std = names, method, noise_std
+        self.releases: list[Gradients] = []
+        self.num_shrunk = 0
+
+    def __call__(self, released: Gradients) -> Gradients:
+        self.releases.append(released)
+        return {name: self.shrunk(name) if name in self.names else block for name, block in released.items()}
+
+    def shrunk(self, name: str) -> Tensor:
+        weights = [1.0]
+        if self.method.target is Target.MOMENTUM:
+            weights = [self.method.decay ** (len(self.releases) - 1 - index) for index in range(len(self.releases))]
+        recent = self.releases[-len(weights) :]
+        noisy = sum((weight * blocks[name] for weight, blocks in zip(weights, recent, strict=True)), torch.zeros(())) / sum(weights)
+        noise_std = self.noise_std * math.hypot(*weights) / sum(weights)
+        found = dense_shrink(noisy, noise_std, self.method.kappa, self.method.norm_correction) if noise_std else noisy
+        self.num_shrunk += found is not noisy
+        return found
+
+
+def denoise_beside_its_formula(method: lk.Denoise, subject: str, optimizer: str, plan: lk.Plan, steps: int = 4) -> DenseDenoise:
+    """Train twice, and demand the same weights; return what the formula saw."""
+    build, batch = SUBJECTS[subject]
+    model, dense = twins(build)
+    noise_std = plan.noise_multiplier * CLIP_NORM / plan.expected_batch_size
+    formula, releases = DenseDenoise(LINEAR[subject], method, noise_std), []
+    stepper = OPTIMIZERS[optimizer](list(trained(dense).values()))
+    with lk.privatize(model, OPTIMIZERS[optimizer], method=method, plan=plan, clip_norm=CLIP_NORM, noise=lk.SeededNoise(3)) as private:
+        private.on_release(lambda released: releases.append({name: block.clone() for name, block in released.blocks.items()}))
+        for step in range(steps):
+            take(private, model, batch)
+            for name, gradient in formula(releases[step]).items():
+                trained(dense)[name].grad = gradient
+            stepper.step()
+    assert_same_weights(model, dense)
+    return formula

@@ -1,5 +1,6 @@
 """One file, one paper, one frozen dataclass that composes the stages."""
 
+from lowkey.methods.denoise import Denoise, Target
 from lowkey.methods.dpsgd import DPSGD
 from lowkey.methods.dpzero import DPZero
 from lowkey.methods.gep import GEP
@@ -21,6 +22,7 @@ __all__ = [
     "RPDPSGD",
     "CarrierBasis",
     "DPZero",
+    "Denoise",
     "Grape",
     "LinearProbe",
     "LoRA",
@@ -29,5 +31,6 @@ __all__ = [
     "PowerSGD",
     "Side",
     "Strategy",
+    "Target",
     "TrainedCarriers",
 ]
