@@ -87,8 +87,7 @@ def adam_or_sgd(task: Task) -> tuple[Setting, ...]:
 
 def zeroth_order(task: Task) -> tuple[Setting, ...]:
     """Return plain SGD with rates at which a clipped step has the same length for any model."""
-    num_trained = sum(parameter.numel() for parameter in task.build(0).parameters() if parameter.requires_grad)
-    return tuple(Setting("SGD", length / (task.clip_norm * math.sqrt(num_trained))) for length in LENGTHS)
+    return tuple(Setting("SGD", length / (task.clip_norm * math.sqrt(task.num_trained))) for length in LENGTHS)
 
 
 def _private() -> list[Entrant]:

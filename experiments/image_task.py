@@ -28,10 +28,9 @@ def load() -> Task:
     order = torch.randperm(len(digits), generator=torch.Generator().manual_seed(_SPLIT_SEED))[: NUM_TRAIN + NUM_PUBLIC + NUM_VALIDATION]
     drawn = TensorDataset(*(tensor[order] for tensor in digits.tensors))
     train = part(drawn, 0, NUM_TRAIN)
-    num_trained = sum(parameter.numel() for parameter in build(0).parameters())
     return Task(
         name="image",
-        title=f"Handwritten digits: a small convolutional network from scratch, {num_trained:,} weights",
+        title="Handwritten digits: a small convolutional network from scratch",
         train=train,
         public=part(drawn, NUM_TRAIN, NUM_TRAIN + NUM_PUBLIC),
         validation=part(drawn, NUM_TRAIN + NUM_PUBLIC, len(drawn)),

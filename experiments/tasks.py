@@ -62,6 +62,11 @@ class Task:
         return max(1, self.num_steps // 4)
 
     @property
+    def num_trained(self) -> int:
+        """How many weights are trained."""
+        return sum(parameter.numel() for parameter in self.build(0).parameters() if parameter.requires_grad)
+
+    @property
     def public_examples(self) -> lk.Public:
         """The public examples in the form that methods take."""
         columns = {str(index): tensor for index, tensor in enumerate(self.public.tensors)}

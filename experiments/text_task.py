@@ -68,10 +68,9 @@ def load() -> Task:
     for wide in (template.wide, template.narrow):
         wide.requires_grad_(False)
     train, test = _features(model)
-    num_trained = sum(parameter.numel() for parameter in template.parameters() if parameter.requires_grad)
     return Task(
         name="text",
-        title=f"Mails, spam or not: attention of MiniLM-L6's last layer, pooler and head, {num_trained:,} weights",
+        title="Mails, spam or not: MiniLM-L6, the last attention, the pooler and the head trained",
         public=part(train, 0, NUM_PUBLIC),
         validation=part(train, NUM_PUBLIC, NUM_PUBLIC + NUM_VALIDATION),
         train=part(train, NUM_PUBLIC + NUM_VALIDATION, len(train)),

@@ -74,7 +74,7 @@ PLANNED_EPSILON = 8.0
 def protocol(task: Task) -> str:
     """Name what all methods of a task have in common: results are compared only under one name."""
     return (
-        f"{task.num_steps} steps of {task.batch_size} of {len(task.train):,}, clip norm {task.clip_norm:g}, "
+        f"{task.num_trained:,} weights, {task.num_steps} steps of {task.batch_size} of {len(task.train):,}, clip norm {task.clip_norm:g}, "
         f"rank {task.rank} of a matrix and {task.subspace_rank} of the whole, refreshed every {task.refresh_every} steps, "
         f"{len(task.public)} public examples"
     )
