@@ -137,12 +137,13 @@ def test_a_basis_of_zeros_makes_exactly_nothing(zero: Axis, block: str) -> None:
     assert torch.equal(found.dense(), torch.zeros(EXAMPLES, *sketch.blocks[block]))
 
 
-def test_activations_in_half_precision_are_reduced_in_theirs() -> None:
+@pytest.mark.parametrize(("positions", "kind", "dtype"), [(1, Outer, torch.bfloat16), (11, Dense, torch.float32)])
+def test_what_is_small_stays_in_half_precision_and_sums_are_taken_in_single(positions: int, kind: type, dtype: torch.dtype) -> None:
     sketch = carriers(Core.SUBTRACTED)
-    outer = Outer(torch.randn(1, 4, ROWS).bfloat16(), torch.randn(1, 4, COLS).bfloat16(), (ROWS, COLS))
-    found = sketch.compress(outer, None)["w.left"]
-    assert isinstance(found, Outer)
-    assert found.cols.dtype == torch.bfloat16
+    outer = Outer(torch.randn(1, positions, ROWS).bfloat16(), torch.randn(1, positions, COLS).bfloat16(), (ROWS, COLS))
+    for block in sketch.compress(outer, None).values():
+        assert isinstance(block, kind)
+        assert (block.cols if isinstance(block, Outer) else block.dense()).dtype == dtype
 
 
 # -- the power method --------------------------------------------------------------------------------------------------
