@@ -16,11 +16,13 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from lowkey.release.box_muller import TILE
 from lowkey.release.noise import CHUNK, NoiseSource, SeededNoise, SystemNoise
 from lowkey.release.secure import SecureNoise
 
 ALPHA = 1e-6
-COUNT = 2 * CHUNK + 40_001
+COUNT = 302_145
+"""More than four chunks, so that threads take part, and a part of one."""
 STD = 1.7
 Z_LIMIT = float(stats.norm.isf(ALPHA / 2))
 
@@ -85,6 +87,40 @@ def test_tails_reach_as_far_as_a_normal_does() -> None:
     assert stats.poisson.ppf(ALPHA, expected) <= beyond <= stats.poisson.isf(ALPHA, expected)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [4.0, 5.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tails_of_many_draws_are_as_heavy_as_a_normal_s(dtype: torch.dtype, limit: float) -> None:
+    source, count = SystemNoise(), 1 << 22
+    beyond = sum(int((source.normal(torch.empty(count, dtype=dtype), 1.0, step=i, index=0).abs() > limit).sum()) for i in range(10))
+    expected = 2 * stats.norm.sf(limit) * 10 * count
+    assert stats.poisson.ppf(ALPHA, expected) <= beyond <= stats.poisson.isf(ALPHA, expected)
+    # A scale that is two percent too large is seen in the tails as well: there are half as many more beyond 5, and 38 % more beyond 4.
+    spoiled = 2 * stats.norm.sf(limit / 1.02) * 10 * count
+    assert limit == 5.0 or spoiled > stats.poisson.isf(ALPHA, expected)
+
+
+def halves_of_tiles(noise: Tensor) -> tuple[Tensor, Tensor]:
+    """The two numbers that share a radius, pair by pair."""
+    tiles = noise[: len(noise) // TILE * TILE].view(-1, 2, TILE // 2)
+    return tiles[:, 0].flatten(), tiles[:, 1].flatten()
+
+
+def test_the_angle_of_a_pair_is_uniform_whatever_its_radius() -> None:
+    first, second = halves_of_tiles(draw(SeededNoise(1), torch.float64))
+    turns, radii = torch.atan2(second, first) / (2 * math.pi) + 0.5, torch.hypot(first, second)
+    for part in (radii < radii.median(), radii >= radii.median()):
+        assert stats.kstest(turns[part].numpy(), "uniform").pvalue > ALPHA
+    assert stats.kstest((-(radii**2) / (2 * STD**2)).exp().numpy(), "uniform").pvalue > ALPHA
+
+
+def test_the_pairs_check_rejects_a_radius_that_also_makes_the_angle() -> None:
+    uniform = torch.from_numpy(np.random.default_rng(0).random(COUNT))
+    radii = STD * (-2 * uniform.log()).sqrt()
+    left, right = radii * (2 * math.pi * uniform).cos(), radii * (2 * math.pi * uniform).sin()
+    assert max(map(abs, cross_z_scores(left, right))) > Z_LIMIT
+
+
 def neighbouring_draws(make: Callable[[], NoiseSource]) -> dict[str, tuple[Tensor, Tensor]]:
     source = make()
     noise = draw(source)
@@ -93,12 +129,13 @@ def neighbouring_draws(make: Callable[[], NoiseSource]) -> dict[str, tuple[Tenso
         "indices": (noise, draw(source, index=1)),
         "chunks": (noise[:CHUNK], noise[CHUNK : 2 * CHUNK]),
         "neighbours": (noise[:-1], noise[1:]),
+        "pairs": halves_of_tiles(noise),
         "halves of a chunk": (noise[: CHUNK // 2], noise[CHUNK // 2 : CHUNK]),
         "swapped names": (draw(source, step=3, index=4), draw(source, step=4, index=3)),
     }
 
 
-PAIRS = ("steps", "indices", "chunks", "neighbours", "halves of a chunk", "swapped names")
+PAIRS = ("steps", "indices", "chunks", "neighbours", "pairs", "halves of a chunk", "swapped names")
 
 
 @pytest.mark.parametrize("pair", PAIRS)

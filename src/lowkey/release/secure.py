@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lowkey.errors import ConfigError
+from lowkey.release.box_muller import Reals, normals, num_words
 from lowkey.release.noise import CHUNK, DrawKeys, check_target, in_chunks, noise_like
 
 GRID_BITS = 24
@@ -23,8 +23,8 @@ class SecureNoise:
     Guarantee:
         Draws are independent of everything outside the source, and no draw repeats, as far as AES-256 is a pseudorandom
         permutation. The sum is taken in float64 and rounded to multiples of `grid_spacing(std)`, which depends on `std` alone; a cast
-        of the result to float32 is post-processing. In exact arithmetic the noise is Gaussian up to 53-bit uniforms (no draw
-        exceeds 8.6 std). This is no proof against floating-point or timing attacks.
+        of the result to float32 is post-processing. In exact arithmetic the noise is Gaussian up to 63-bit uniforms (no draw
+        exceeds 9.4 std). This is no proof against floating-point or timing attacks.
     """
 
     __slots__ = ("_keys",)
@@ -108,13 +108,9 @@ def _add_aes(flat: Tensor, std: float, key: bytes) -> None:
     in_chunks(add_chunk, flat.numel())
 
 
-def _aes_normals(count: int, key: bytes, chunk: int) -> NDArray[np.float64]:
-    pairs = -(-count // 2)
-    words = np.frombuffer(_aes_bytes(16 * pairs, key, chunk), dtype="<u8") >> np.uint64(11)
-    # NUMERICS: (k + 1) / 2^53 lies in (0, 1], so the logarithm is finite.
-    radius = np.sqrt(-2.0 * np.log((words[:pairs] + 1.0) * 2.0**-53))
-    angle = words[pairs:] * (2.0 * math.pi * 2.0**-53)
-    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
+def _aes_normals(count: int, key: bytes, chunk: int) -> Reals:
+    words = np.frombuffer(_aes_bytes(8 * num_words(count, np.float64), key, chunk), dtype="<u8")
+    return normals(words.astype(np.uint64, copy=False), 1.0, np.float64)[:count]
 
 
 def _aes_bytes(count: int, key: bytes, chunk: int) -> bytes:
