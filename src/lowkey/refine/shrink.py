@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -44,6 +43,7 @@ def shrink(matrix: Float[Tensor, "M N"], noise_std: float, *, kappa: float = 1.0
         [denoise2025], section 3.2.
 
     Example:
+        >>> import torch
         >>> generator = torch.Generator().manual_seed(0)
         >>> signal = torch.outer(torch.ones(60), torch.ones(80))
         >>> noisy = signal + 2.0 * torch.randn(60, 80, generator=generator)
@@ -112,5 +112,5 @@ def _shrunk(matrix: Tensor, triplets: Triplets, noise_std: float, *, norm_correc
     values = shrunk_values(triplets.values, (matrix.shape[0], matrix.shape[1]), noise_std)
     if norm_correction:
         # The triplets are orthonormal, so the norm of the result is that of its values.
-        values = values * (torch.linalg.vector_norm(matrix, dtype=torch.float64) / values.norm())
+        values = values * (triplets.norm / values.norm())
     return triplets.with_values(values).to(matrix.dtype)
