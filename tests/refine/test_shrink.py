@@ -224,6 +224,18 @@ def test_a_half_precision_matrix_is_shrunk_in_float32() -> None:
     torch.testing.assert_close(found, shrink(matrix.float(), 1.0).bfloat16())
 
 
+@pytest.mark.parametrize("shape", [(40, 60), (160, 200)], ids=str)
+def test_an_autocast_around_it_changes_nothing(shape: tuple[int, int]) -> None:
+    matrix = spiked(shape, [3.0, 1.3]).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = shrink(matrix, 1.0)
+    assert torch.equal(found, shrink(matrix, 1.0))
+
+
+def test_nothing_is_shrunk_to_nothing() -> None:
+    assert shrink_all([], 1.0) == []
+
+
 def test_the_matrix_itself_is_not_written_to() -> None:
     matrix = spiked((150, 160), [3.0])
     before = matrix.clone()

@@ -32,7 +32,7 @@ class MovingAverage:
         fresh = 1.0 - self._decay
         for name, block in blocks.items():
             total = self._sums.get(name)
-            self._sums[name] = block * fresh if total is None else total.mul_(self._decay).add_(block, alpha=fresh)
+            self._sums[name] = block * fresh if total is None else total.to(block.device).mul_(self._decay).add_(block, alpha=fresh)
         self._weight = self._decay * self._weight + fresh
         # PRIVACY: each release has noise of its own, so variances add up; this level is public, as those of the releases are.
         self._variance = self._decay**2 * self._variance + (fresh * noise_std) ** 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -34,6 +35,7 @@ def shrink(matrix: Float[Tensor, "M N"], noise_std: float, *, kappa: float = 1.0
         A function of its arguments: of a release and its public noise level it is post-processing.
 
     Assumes:
+        Float32 products are taken in full, as torch does by default; in TF32 what is within 0.1 % of the edge may fall on either side.
         Large sides: the formulas are limits, and in a matrix with `m` rows or columns the edge is blurred by a share of order `m^(-2/3)`.
 
     Cost:
@@ -43,7 +45,6 @@ def shrink(matrix: Float[Tensor, "M N"], noise_std: float, *, kappa: float = 1.0
         [denoise2025], section 3.2.
 
     Example:
-        >>> import torch
         >>> generator = torch.Generator().manual_seed(0)
         >>> signal = torch.outer(torch.ones(60), torch.ones(80))
         >>> noisy = signal + 2.0 * torch.randn(60, 80, generator=generator)
@@ -74,12 +75,14 @@ def shrink_all(matrices: Sequence[Tensor], noise_std: float, *, kappa: float = 1
     _check(matrices, noise_std)
     if noise_std == 0.0:
         return list(matrices)
-    shapes = [(matrix.shape[0], matrix.shape[1]) for matrix in matrices]
-    found = triplets_above(matrices, [bulk_edge(shape, noise_std) for shape in shapes], kappa)
-    return [
-        matrix if triplets is None else _shrunk(matrix, triplets, noise_std, norm_correction=norm_correction)
-        for matrix, triplets in zip(matrices, found, strict=True)
-    ]
+    edges = [bulk_edge((matrix.shape[0], matrix.shape[1]), noise_std) for matrix in matrices]
+    # NUMERICS: inside an autocast the products that tell signal from noise would keep 8 bits.
+    with torch.autocast(matrices[0].device.type if matrices else "cpu", enabled=False):
+        found = triplets_above(matrices, edges, kappa)
+        return [
+            matrix if triplets is None else _shrunk(matrix, triplets, noise_std, norm_correction=norm_correction)
+            for matrix, triplets in zip(matrices, found, strict=True)
+        ]
 
 
 def check_kappa(kappa: float) -> None:
