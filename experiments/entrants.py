@@ -1,7 +1,8 @@
 """The methods that are compared, and the four settings that each may choose from.
 
 The budget is the same for all: four settings, each tried once.
-Adam has the task's four learning rates; a method whose paper steps with SGD has two of those and two of SGD's.
+Adam has the task's four learning rates, ten times larger for a head alone.
+A method whose paper steps with SGD has two of those and two of SGD's.
 """
 
 from __future__ import annotations
@@ -78,6 +79,11 @@ class Entrant:
 def adam(task: Task) -> tuple[Setting, ...]:
     """Return Adam with each of the task's learning rates."""
     return tuple(Setting("Adam", rate) for rate in task.learning_rates)
+
+
+def adam_for_a_head(task: Task) -> tuple[Setting, ...]:
+    """Return Adam with ten times the task's rates, because a head alone has further to go, and nothing behind it to upset."""
+    return tuple(Setting("Adam", 10.0 * rate) for rate in task.learning_rates)
 
 
 def adam_or_sgd(task: Task) -> tuple[Setting, ...]:
@@ -172,7 +178,7 @@ def _private() -> list[Entrant]:
             make=lambda task: lk.LoRA(rank=task.rank, freeze_a=True),
             settings=adam,
         ),
-        Entrant(name="LinearProbe", page="linearprobe", needs="LinearProbe", make=lambda task: lk.LinearProbe(), settings=adam),
+        Entrant(name="LinearProbe", page="linearprobe", needs="LinearProbe", make=lambda task: lk.LinearProbe(), settings=adam_for_a_head),
         Entrant(name="DPZero", page="dpzero", needs="DPZero", make=lambda task: lk.DPZero(), settings=zeroth_order),
     ]
 
@@ -201,7 +207,7 @@ def _without_guarantee() -> list[Entrant]:
             page="linearprobe",
             needs="LinearProbe",
             make=lambda task: plain.NonPrivate(method=lk.LinearProbe()),
-            settings=adam,
+            settings=adam_for_a_head,
             has_guarantee=False,
         ),
     ]
