@@ -1,4 +1,4 @@
-"""Measure what denoising costs: beside a singular value decomposition of one layer, and beside a training step of a whole model.
+"""Measure what denoising costs, beside a decomposition of one layer and beside a training step, and how often it takes noise for a signal.
 
     python benchmarks/denoise.py                                   # a layer of 1024 x 4096, and a BERT-shaped encoder of 6 x 384
     python benchmarks/denoise.py --quick                           # a first impression
@@ -31,6 +31,9 @@ from lowkey.refine import bulk_edge, shrink, shrink_all, shrunk_values
 SPIKES = (4.0, 2.5, 1.5)
 """Singular values of the signal, in units of the smallest that can be seen."""
 
+SHAPES = ((2, 384), (10, 64), (64, 64), (384, 384))
+KAPPAS = (1.01, 1.02, 1.05, 1.1)
+
 Run = Callable[[], object]
 Samples = dict[str, dict[str, list[float]]]
 
@@ -40,10 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     torch.set_num_threads(options.threads)
     result: dict[str, Any] = {"machine": describe_machine(options.device, options.threads), "spikes": SPIKES, "rounds": options.rounds}
-    parts = {"layer": _layer, "step": _step}
     for name in options.parts:
-        result[name] = parts[name](options)
-        print(f"\n{_table(result[name])}\n", flush=True)
+        measure, table = PARTS[name]
+        result[name] = measure(options)
+        print(f"\n{result[name]['title']}:\n\n{table(result[name])}\n", flush=True)
     result["machine"]["load_average_after"] = [round(load, 2) for load in os.getloadavg()]
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -88,6 +91,18 @@ def _step(options: argparse.Namespace) -> dict[str, Any]:
         runs[f"denoising, {title}"] = lambda matrices=matrices: shrink_all(matrices, 1.0)
     samples = race(runs, options)
     return {"title": f"{workload.title}: {len(shapes)} linear layers", "samples": samples, "summary": summarise(samples)}
+
+
+def _chance(options: argparse.Namespace) -> dict[str, Any]:
+    """Count the matrices of pure noise that are taken for a signal."""
+    shares: dict[str, dict[str, float]] = {}
+    for rows, cols in SHAPES:
+        draws = [noisy((rows, cols), (), seed=seed).to(options.device) for seed in range(options.draws)]
+        shares[f"{rows} × {cols}"] = {
+            str(kappa): sum(found is not draw for found, draw in zip(shrink_all(draws, 1.0, kappa=kappa), draws, strict=True)) / len(draws)
+            for kappa in KAPPAS
+        }
+    return {"title": f"share of {options.draws} matrices of pure noise that count as a signal", "shares": shares}
 
 
 def noisy(shape: tuple[int, ...], spikes: Sequence[float], seed: int = 0) -> Tensor:
@@ -147,8 +162,8 @@ def _distance(matrix: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-def _table(part: Mapping[str, Any]) -> str:
-    lines = [f"{part['title']}:", "", "| | wall time | of the first | CPU time | of the first |", "|---|--:|--:|--:|--:|"]
+def _times(part: Mapping[str, Any]) -> str:
+    lines = ["| | wall time | of the first | CPU time | of the first |", "|---|--:|--:|--:|--:|"]
     for name, row in part["summary"].items():
         times = f"{row['wall_s'] * 1e3:.1f} ms | {row['wall_ratio']:.3f} | {row['cpu_s'] * 1e3:.1f} ms | {row['cpu_ratio']:.3f}"
         lines.append(f"| {name} | {times} |")
@@ -157,14 +172,28 @@ def _table(part: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _shares(part: Mapping[str, Any]) -> str:
+    lines = ["| | " + " | ".join(f"kappa {kappa}" for kappa in KAPPAS) + " |", "|---|" + "--:|" * len(KAPPAS)]
+    lines += [f"| {shape} | " + " | ".join(f"{share:.3f}" for share in row.values()) + " |" for shape, row in part["shares"].items()]
+    return "\n".join(lines)
+
+
+PARTS: dict[str, tuple[Callable[[argparse.Namespace], dict[str, Any]], Callable[[Mapping[str, Any]], str]]] = {
+    "layer": (_layer, _times),
+    "step": (_step, _times),
+    "chance": (_chance, _shares),
+}
+
+
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=["layer", "step"], default=["layer", "step"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rows", type=int, default=1024)
     parser.add_argument("--cols", type=int, default=4096)
     parser.add_argument("--workload", choices=WORKLOADS, default="encoder", help="whose linear layers are denoised")
     parser.add_argument("--rounds", type=int, default=7, help="rounds that count")
     parser.add_argument("--warm-up", type=int, default=1, help="rounds that do not")
+    parser.add_argument("--draws", type=int, default=1000, help="matrices of pure noise for each shape")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--quick", action="store_true", help="two rounds")

@@ -19,13 +19,14 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_denoising_is_measured_beside_a_decomposition_and_a_step(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "deep" / "result.json"
-    small = ["--rows", "30", "--cols", "50", "--workload", "encoder-tiny", "--threads", "1", "--quick"]
+    small = ["--rows", "30", "--cols", "50", "--workload", "encoder-tiny", "--threads", "1", "--quick", "--draws", "3"]
     assert script.main([*small, "--out", str(out)]) == 0
     result = json.loads(out.read_text(encoding="utf-8"))
     assert len(result["layer"]["samples"]["full SVD"]["wall_s"]) == 2
     assert max(result["layer"]["distance_to_full_svd"].values()) < 1e-5
     # Six layers of the encoder, its pooler and its head.
     assert result["step"]["title"].endswith("8 linear layers")
+    assert all(0.0 <= share <= 1.0 for row in result["chance"]["shares"].values() for share in row.values())
     assert "| denoising, spikes in every tenth |" in capsys.readouterr().out
 
 

@@ -70,32 +70,33 @@ class _Lanczos:
 
     def __init__(self, gram: Tensor, most: int) -> None:
         self._gram = gram
-        self._basis = gram.new_empty(len(gram), most + 1)
+        # One vector per row, so that each is contiguous.
+        self._basis = gram.new_empty(most + 1, len(gram))
         self._seen = gram.new_zeros(most, most)
         self._size = 0
         # The start is arbitrary: what is found does not depend on it. Random, it is orthogonal to no vector in particular.
         start = torch.randn(len(gram), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        self._basis[:, 0] = (start / start.norm()).to(gram)
+        self._basis[0] = (start / start.norm()).to(gram)
 
     def grow_to(self, size: int) -> None:
         """Add vectors until there are `size`."""
         for at in range(self._size, size):
-            basis = self._basis[:, : at + 1]
-            image = self._gram @ basis[:, at]
+            basis = self._basis[: at + 1]
+            image = self._gram @ basis[at]
             # NUMERICS: orthogonalised twice; once leaves copies of the vectors that have converged.
-            first = basis.T @ image
-            image = torch.addmv(image, basis, first, alpha=-1)
-            second = basis.T @ image
-            image = torch.addmv(image, basis, second, alpha=-1)
-            self._seen[: at + 1, at] = first + second
+            first = basis @ image
+            image.addmv_(basis.T, first, alpha=-1)
+            second = basis @ image
+            image.addmv_(basis.T, second, alpha=-1)
+            self._seen[at, : at + 1] = first + second
             # A vector of zeros, where the basis holds all of its images, does no harm later.
-            self._basis[:, at + 1] = image / image.norm().clamp_min(torch.finfo(image.dtype).tiny)
+            self._basis[at + 1] = image / image.norm().clamp_min(torch.finfo(image.dtype).tiny)
         self._size = size
 
     def vectors_above(self, level: float) -> Tensor:
         """Return the best approximations in the basis, the largest eigenvalue's first."""
-        values, weights = torch.linalg.eigh(self._seen[: self._size, : self._size], UPLO="U")
-        return self._basis[:, : self._size] @ weights[:, values > level].flip(1)
+        values, weights = torch.linalg.eigh(self._seen[: self._size, : self._size])
+        return self._basis[: self._size].T @ weights[:, values > level].flip(1)
 
 
 def _search(gram: Tensor, level: float) -> Tensor | None:
@@ -105,7 +106,7 @@ def _search(gram: Tensor, level: float) -> Tensor | None:
     for size in sizes:
         lanczos.grow_to(size)
         vectors = lanczos.vectors_above(level)
-        if _are_eigenvectors(gram, vectors) and _are_all(gram, vectors, level):
+        if _are_eigenvectors(gram, vectors, level) and _are_all(gram, vectors, level):
             return vectors
     return None
 
@@ -119,13 +120,14 @@ def _basis_sizes(size: int) -> Iterator[int]:
     yield most
 
 
-def _are_eigenvectors(gram: Tensor, vectors: Tensor) -> bool:
+def _are_eigenvectors(gram: Tensor, vectors: Tensor, level: float) -> bool:
     images, overlaps = gram @ vectors, vectors.T @ vectors
-    values = (vectors * images).sum(0)
-    # NUMERICS: what a residual leaves in error is the residual over the gap to the other eigenvalues, hence some digits to spare.
-    slack = torch.finfo(gram.dtype).eps ** 0.75
+    values, eps = (vectors * images).sum(0), torch.finfo(gram.dtype).eps
+    # NUMERICS: a vector's error is its residual over the gap to the other eigenvalues, which may be some percent of the level;
+    # a residual cannot be smaller than the rounding of the largest image.
+    slack = (32.0 * eps * values.norm()).clamp_min(eps**0.75 * level)
     overlaps.diagonal().sub_(1.0)
-    return bool(((images - vectors * values).norm() <= slack * values.norm()) & (overlaps.norm() <= slack))
+    return bool(((images - vectors * values).norm() <= slack) & (overlaps.norm() <= eps**0.75))
 
 
 def _are_all(gram: Tensor, vectors: Tensor, level: float) -> bool:
