@@ -10,7 +10,8 @@ from repository import ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Opacus and transformers warn about themselves
 
-CONTENDERS = ["fused", "foreach", "floor", "grape", "dpsgd", "nonprivate", "opacus-hooks", "opacus-ghost"]
+CONTENDERS = ["fused", "foreach", "floor", "grape", "dpsgd", "rgp", "lora", "forward-twice", "dpzero", "nonprivate"]
+CONTENDERS += ["opacus-hooks", "opacus-ghost"]
 
 
 @pytest.fixture(autouse=True)
