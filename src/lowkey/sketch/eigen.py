@@ -51,6 +51,10 @@ def leading_directions(gradients: GradientStream, groups: Iterable[Sequence[str]
         the gradients as they are given.
         A direction counts as null where its eigenvalue is no more than the rounding of the matrix or of the gradients.
 
+    Assumes:
+        Where several passes are needed, the gradients are the same in each. A model with dropout on gives others every time, and then a
+        basis that is still public and still orthonormal, and no longer exact.
+
     Cost:
         `O(M^2)` inner products of gradients, in float64.
         Where the gradients are more than 2^28 numbers, those of `held = max(rank, 2^28 / coordinates)` examples are held at a time and
