@@ -18,9 +18,15 @@ from torch.nn import functional as F
 from lowkey.factors.capture import Site
 from lowkey.factors.collector import Axis
 from lowkey.factors.elementwise import sum_positions
-from lowkey.factors.factor import Dense, Factor, Outer, widen
+from lowkey.factors.factor import Dense, Factor, Outer, wide_dtype, widen
 from lowkey.factors.fallback import by_example
 from lowkey.factors.registry import Call, rule
+
+_HARDLY_MORE = 1.25
+_WORTHWHILE = 0.5
+"""An input is reduced at once if that leaves less than this part of it; more often than not the layer before keeps it anyway."""
+_PATCHES = 1 << 20
+"""Numbers of an input under the kernel that are laid out at a time."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,11 @@ class Geometry:
         zeros = (0,) * len(self.stride)
         return torch.convolution(inputs, kernel, bias, self.stride, self.padding, self.dilation, False, zeros, self.groups)
 
+    def num_positions(self, inputs: Tensor, kernel: Tensor) -> int:
+        """Return how many places of the input the kernel is laid on."""
+        axes = zip(inputs.shape[2:], kernel.shape[2:], self.stride, self.padding, self.dilation, strict=True)
+        return math.prod((size + 2 * pad - step * (width - 1) - 1) // stride + 1 for size, width, stride, pad, step in axes)
+
     def backward(self, backprops: Tensor, inputs: Tensor, kernel: Tensor, of_input: bool) -> Tensor:
         """Return the gradient of the input or of the kernel, summed over the batch."""
         zeros = (0,) * len(self.stride)
@@ -49,8 +60,10 @@ class Geometry:
     def patches(self, inputs: Tensor, kernel_size: tuple[int, ...]) -> Float[Tensor, "B L I"]:
         """Return the input under the kernel at each output position."""
         pads = [pad for size in reversed(self.padding) for pad in (size, size)]
-        windows = F.pad(inputs, pads)
         dims = len(kernel_size)
+        if dims == 2:
+            return F.unfold(inputs, kernel_size, self.dilation, self.padding, self.stride).transpose(1, 2)
+        windows = F.pad(inputs, pads)
         for axis, (size, stride, dilation) in enumerate(zip(kernel_size, self.stride, self.dilation, strict=True)):
             windows = windows.unfold(2 + axis, (size - 1) * dilation + 1, stride)[..., ::dilation]
         order = (0, *range(2, 2 + dims), 1, *range(2 + dims, 2 + 2 * dims))
@@ -73,30 +86,37 @@ class Convolution:
 
     def squared_norms(self) -> Float[Tensor, " B"]:
         positions = self.backprops[0, 0].numel()
-        if positions * positions >= self._kernel().numel() or self.geometry.groups > 1:
+        if positions * positions >= math.prod(self.shape) or self.geometry.groups > 1:
             # PRIVACY: a batch is summed in another order than an example alone; where terms cancel, the sum holds what the norm does not.
             return (Dense(self.dense()).squared_norms().sqrt() + self._rounding()).square()
-        return self._outer().squared_norms()
+        few = max(1, _PATCHES // (positions * math.prod(self.shape[1:])))
+        return torch.cat([part._outer().squared_norms() for part in self._split(few)])
 
     def add_sum(self, total: Tensor, weights: Float[Tensor, " B"]) -> None:
         scaled = widen(self.backprops) * weights.view(-1, *[1] * (self.backprops.dim() - 1))
         total.add_(self.geometry.backward(scaled, widen(self.inputs), self._kernel(), of_input=False))
 
     def dense(self) -> Tensor:
-        kernel = self._kernel()
-        backprops, inputs = widen(self.backprops), widen(self.inputs)
-        each = [self.geometry.backward(backprops[b : b + 1], inputs[b : b + 1], kernel, of_input=False) for b in range(len(backprops))]
-        return torch.stack(each)
+        # With every example a group of channels of its own, the sum over the batch has one term for each kernel.
+        batch = len(self.backprops)
+        backprops, inputs = (widen(side).reshape(1, -1, *side.shape[2:]) for side in (self.backprops, self.inputs))
+        geometry = replace(self.geometry, groups=batch * self.geometry.groups)
+        kernels = inputs.new_empty(batch * self.shape[0], *self.shape[1:])
+        return geometry.backward(backprops, inputs, kernels, of_input=False).view(batch, *self.shape)
 
     def without(self, bad: Bool[Tensor, " B"]) -> Convolution:
         mask = bad.view(-1, *[1] * (self.backprops.dim() - 1))
         return replace(self, backprops=self.backprops.masked_fill(mask, 0.0), inputs=self.inputs.masked_fill(mask, 0.0))
 
     def compacted(self) -> Factor:
-        """Return plain gradients where those are smaller."""
-        if self._kernel().numel() * len(self.backprops) <= self.numel:
+        """Return plain gradients where those are smaller, or hardly larger and needed for the norms anyway."""
+        if math.prod(self.shape) * len(self.backprops) <= _HARDLY_MORE * self.numel:
             return Dense(self.dense())
         return self
+
+    def _split(self, few: int) -> list[Convolution]:
+        sides = zip(self.backprops.split(few), self.inputs.split(few), strict=True)
+        return [replace(self, backprops=backprops, inputs=inputs) for backprops, inputs in sides]
 
     def _rounding(self) -> Float[Tensor, " B"]:
         """Bound how far two orders of summation may be apart, from the size of the terms that are summed."""
@@ -104,7 +124,7 @@ class Convolution:
         return 32.0 * torch.finfo(backprops.dtype).eps * math.prod(self.shape[2:]) ** 0.5 * backprops * inputs
 
     def _kernel(self) -> Tensor:
-        return widen(self.inputs).new_empty(1).expand(self.shape)
+        return self.inputs.new_empty(self.shape, dtype=wide_dtype(self.inputs.dtype))
 
     def _outer(self) -> Outer:
         rows = self.backprops.flatten(2).transpose(1, 2)
@@ -123,7 +143,7 @@ class _Convolution(torch.autograd.Function):
         kept: Tensor | None,
         anchor: Tensor,
         geometry: Geometry,
-        sites: tuple[Site | None, Site | None, bool],
+        sites: tuple[Site | None, Site | None, Tensor | None, bool],
     ) -> Tensor:
         ctx.geometry, ctx.sites, ctx.input_shape = geometry, sites, inputs.shape
         ctx.save_for_backward(kernel, kept)
@@ -133,15 +153,17 @@ class _Convolution(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, backprops: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override] # reason: torch types it with *args
         kernel, kept = ctx.saved_tensors
-        site, bias_site, is_reduced = ctx.sites
+        site, bias_site, basis, is_reduced = ctx.sites
         if site is not None:
-            _record(site, backprops, kept, kernel, ctx.geometry, is_reduced)
+            kept = kept if basis is None or is_reduced else ctx.geometry.run(kept, basis)
+            _record(site, backprops, kept, kernel, ctx.geometry, basis is not None)
         if bias_site is not None:
             bias_site.record_dense(sum_positions(widen(backprops).flatten(2).transpose(1, 2)))
         gradient = None
         if ctx.needs_input_grad[0]:
-            empty = kernel.new_empty(1).expand(ctx.input_shape)
-            gradient = ctx.geometry.backward(backprops, empty.to(backprops.dtype), kernel.to(backprops.dtype), of_input=True)
+            # Only the shape of the input matters here; memory that nobody touches is not taken.
+            unread = backprops.new_empty(ctx.input_shape)
+            gradient = ctx.geometry.backward(backprops, unread, kernel.to(backprops.dtype), of_input=True)
         return gradient, None, None, None, None, None, None
 
 
@@ -184,16 +206,23 @@ def _convolve(
     geometry = Geometry(_each(stride, dims), pads, _each(dilation, dims), groups)
     site = call.capture.site(weight)
     bias_site = None if bias is None else call.capture.site(bias)
-    kept, is_reduced = None, False
+    kept, basis, is_reduced = None, None, False
     if site is not None:
-        basis = site.weight.compression.basis(Axis.COLS) if site.weight is not None and groups == 1 else None
-        is_reduced = basis is not None
-        with torch.no_grad():
-            kept = (
-                inputs.detach() if basis is None else geometry.run(inputs.detach(), basis.T.reshape(-1, *weight.shape[1:]).to(inputs.dtype))
-            )
+        kept = inputs.detach()
+        basis = _basis(site, weight, kept, groups)
+        if basis is not None and geometry.num_positions(kept, basis) * len(basis) < _WORTHWHILE * kept[0].numel():
+            is_reduced = True
+            with torch.no_grad():
+                kept = geometry.run(kept, basis)
     plain = None if bias is None else bias.detach()
-    return _Convolution.apply(inputs, weight.detach(), plain, kept, call.capture.anchor, geometry, (site, bias_site, is_reduced))
+    sites = (site, bias_site, basis, is_reduced)
+    return _Convolution.apply(inputs, weight.detach(), plain, kept, call.capture.anchor, geometry, sites)
+
+
+def _basis(site: Site, weight: Tensor, inputs: Tensor, groups: int) -> Tensor | None:
+    """Return the kernel that reduces the input under `weight` to what its sketch keeps, or None to keep the input whole."""
+    basis = site.weight.compression.basis(Axis.COLS) if site.weight is not None and groups == 1 else None
+    return None if basis is None else basis.T.reshape(-1, *weight.shape[1:]).to(inputs.dtype)
 
 
 def _each(value: int | tuple[int, ...], dims: int) -> tuple[int, ...]:

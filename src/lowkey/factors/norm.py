@@ -22,6 +22,9 @@ from lowkey.factors.registry import Call, guard, rule
 
 _Sites = tuple[Site | None, Site | None]
 
+_IN_CACHE = 1 << 18
+"""Numbers that a core's own cache holds."""
+
 
 class _LayerNorm(torch.autograd.Function):
     """Layer norm that keeps its input alone, as torch's own does."""
@@ -40,10 +43,12 @@ class _LayerNorm(torch.autograd.Function):
     def backward(ctx: Any, backprops: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override] # reason: torch types it with *args
         inputs, mean, rstd, weight, bias = ctx.saved_tensors
         weight_site, bias_site = ctx.sites
-        if weight_site is not None:
-            weight_site.record_dense(_sum_positions((inputs - mean).mul_(backprops), rstd, ctx.shape))
-        if bias_site is not None:
-            bias_site.record_dense(_sum_positions(backprops, torch.ones_like(rstd), ctx.shape))
+        if weight_site is not None or bias_site is not None:
+            scale, shift = _layer_norm_sums(backprops, inputs, mean, rstd, ctx.shape)
+            if weight_site is not None:
+                weight_site.record_dense(scale)
+            if bias_site is not None:
+                bias_site.record_dense(shift)
         gradient = None
         if ctx.needs_input_grad[0]:
             gradient = torch.ops.aten.native_layer_norm_backward(
@@ -52,11 +57,18 @@ class _LayerNorm(torch.autograd.Function):
         return gradient, None, None, None, None, None, None
 
 
-def _sum_positions(values: Tensor, weights: Tensor, shape: list[int]) -> Tensor:
-    """Return each row's `sum_t weights_t values_t`; as a matrix product it is one pass over memory."""
-    rows = len(values)
-    values, weights = widen(values).reshape(rows, -1, math.prod(shape)), widen(weights).reshape(rows, 1, -1)
-    return (weights.to(values.dtype) @ values).reshape(rows, *shape)
+def _layer_norm_sums(backprops: Tensor, inputs: Tensor, mean: Tensor, rstd: Tensor, shape: list[int]) -> tuple[Tensor, Tensor]:
+    """Return each row's `sum_t backprops_t (inputs_t - mean_t) rstd_t` and `sum_t backprops_t`."""
+    rows, width = len(inputs), math.prod(shape)
+    backprops, inputs = (widen(side).reshape(rows, -1, width) for side in (backprops, inputs))
+    mean, rstd = (widen(side).to(inputs.dtype).reshape(rows, 1, -1) for side in (mean, rstd))
+    # As matrix products these are one pass over memory each.
+    centre, shift = (torch.cat([mean * rstd, torch.ones_like(rstd)], 1) @ backprops).unbind(1)
+    # The elementwise product stays in the cache, and takes no memory of the size of the layer.
+    few = rows if inputs.is_cuda else max(1, _IN_CACHE // max(1, inputs[0].numel()))
+    parts = [r @ (d * x) for r, d, x in zip(rstd.split(few), backprops.split(few), inputs.split(few), strict=True)]
+    scale = torch.cat(parts).squeeze(1) - centre
+    return scale.reshape(rows, *shape), shift.reshape(rows, *shape)
 
 
 class _GroupNorm(torch.autograd.Function):
@@ -77,20 +89,20 @@ class _GroupNorm(torch.autograd.Function):
     def backward(ctx: Any, backprops: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override] # reason: torch types it with *args
         inputs, mean, rstd, weight = ctx.saved_tensors
         weight_site, bias_site = ctx.sites
-        batch, channels, _, groups = ctx.sizes
-        flat = widen(backprops).reshape(batch, channels, -1)
-        shift = flat.sum(2)
+        batch, channels, size, groups = ctx.sizes
+        # With every channel of every example a channel of its own, torch's sums over the batch are sums over one example.
+        wide = [widen(tensor).reshape(1, batch * channels, size) for tensor in (backprops, inputs)]
+        statistics = [widen(tensor).reshape(1, batch * groups) for tensor in (mean, rstd)]
+        scales = None if weight is None else widen(weight).repeat(batch)
+        wanted = [ctx.needs_input_grad[0], weight_site is not None, bias_site is not None]
+        gradient, scale, shift = torch.ops.aten.native_group_norm_backward(
+            *wide, *statistics, scales, 1, batch * channels, size, batch * groups, wanted
+        )
         if weight_site is not None:
-            scale = torch.einsum("bcs,bcs->bc", flat, widen(inputs).reshape(batch, channels, -1))
-            centred = (scale - shift * mean.repeat_interleave(channels // groups, 1)) * rstd.repeat_interleave(channels // groups, 1)
-            weight_site.record_dense(centred)
+            weight_site.record_dense(scale.view(batch, channels))
         if bias_site is not None:
-            bias_site.record_dense(shift)
-        gradient = None
-        if ctx.needs_input_grad[0]:
-            gradient = torch.ops.aten.native_group_norm_backward(
-                backprops.contiguous(), inputs, mean, rstd, weight, *ctx.sizes, [True, False, False]
-            )[0]
+            bias_site.record_dense(shift.view(batch, channels))
+        gradient = gradient.view_as(inputs).to(inputs.dtype) if wanted[0] else None
         return gradient, None, None, None, None, None, None
 
 
