@@ -41,6 +41,8 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, backprops: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override] # reason: torch types it with *args
         weight, kept = ctx.saved_tensors
         weight_site, bias_site = ctx.sites
+        # Attention hands back gradients in the layout of its heads; one copy here saves one in every product below.
+        backprops = backprops.contiguous()
         if weight_site is not None:
             weight_site.record_outer(rows=backprops, cols=kept, kept=Axis.COLS)
         if bias_site is not None:
