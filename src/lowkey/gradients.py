@@ -46,14 +46,14 @@ class ClippedGradients:
     ) -> None:
         self._model = model
         self._parameters = dict(parameters)
-        self._device = _one_device(parameters)
+        self.device = _one_device(parameters)
         self._sketches = dict(sketches)
         self._weights = _weights(parameters, sketches)
         self._collector = Collector(self._weights, parameters)
         self._capture = Capture(self._collector, self._weights, parameters)
         dtypes = {wide_dtype(parameter.dtype) for parameter in parameters.values()}
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-        self.sum = ClippedSum(_block_shapes(sketches), clip_norm, dtype, self._device, clip_groups)
+        self.sum = ClippedSum(_block_shapes(sketches), clip_norm, dtype, self.device, clip_groups)
         self._probe_scale = probe_scale
         self._check = execution.check_isolation
         self._is_isolated = self._check is CheckIsolation.NEVER
@@ -112,7 +112,7 @@ class ClippedGradients:
             parameter.requires_grad_(wanted)
 
     def _differentiated(self, losses: object) -> PerExample[Factor] | None:
-        losses = _checked(losses, self._device)
+        losses = _checked(losses, self.device)
         if not losses.numel():
             return None
         _check_attached(losses)
@@ -137,9 +137,9 @@ class ClippedGradients:
             # Gradients show what losses alone cannot: coupled examples, and parameters that nothing reaches.
             self._differentiated(_run(losses))
         ((block, shape),) = _block_shapes(self._sketches).items()
-        one = torch.ones(shape, dtype=self.sum.dtype, device=self._device)
+        one = torch.ones(shape, dtype=self.sum.dtype, device=self.device)
         directions = {name: sketch.decode({block: one}) for name, sketch in self._sketches.items()}
-        return probe(lambda: _checked(losses(), self._device), self._parameters, directions, scale=scale, block=block)
+        return probe(lambda: _checked(losses(), self.device), self._parameters, directions, scale=scale, block=block)
 
     def _is_due(self, losses: Tensor) -> bool:
         return len(losses) > 1 and (self._check is CheckIsolation.ALWAYS or not self._is_isolated)
@@ -159,7 +159,7 @@ class ClippedGradients:
         reached = set(self._collector.reached)
         self._capture.use(_weights(self._parameters, _identities(self._parameters)))
         try:
-            losses = _checked(_run(lambda: public.loss(self._model, part)), self._device)
+            losses = _checked(_run(lambda: public.loss(self._model, part)), self.device)
             _check_attached(losses)
             self._run_backward(losses, torch.ones_like(losses))
             factors = open_declared(self._collector.finish(), public)
@@ -172,7 +172,7 @@ class ClippedGradients:
         return {
             name: factors[name].dense().reshape(len(losses), *parameter.shape)
             if name in factors
-            else torch.zeros(len(losses), *parameter.shape, dtype=wide_dtype(parameter.dtype), device=self._device)
+            else torch.zeros(len(losses), *parameter.shape, dtype=wide_dtype(parameter.dtype), device=self.device)
             for name, parameter in self._parameters.items()
         }
 

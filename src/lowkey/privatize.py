@@ -27,6 +27,7 @@ from lowkey.methods import Method
 from lowkey.methods.method import Start
 from lowkey.optim import GroupOptions, OptimizerFactory, Slots
 from lowkey.release import NoiseSource, SystemNoise, release_gaussian
+from lowkey.release.arithmetic import in_full_precision
 from lowkey.sample import num_drawn, num_seeded
 from lowkey.setting import Setting
 from lowkey.sketch import Identity, Sketch
@@ -195,11 +196,12 @@ class Private:
         released = release_gaussian(sensitive, self._setting.noise_multiplier, plan.expected_batch_size, self._setting.noise, number)
         for observer in self._observers:
             observer(released)
-        refined = self._strategy.refining.refine(released)
-        self._slots.follow(self._sketches, self._strategy.space.subspaces(), self._strategy.on_refresh)
-        self._slots.step(refined)
-        self._step += 1
-        self._renew_sketches()
+        with in_full_precision(self._gradients.device):
+            refined = self._strategy.refining.refine(released)
+            self._slots.follow(self._sketches, self._strategy.space.subspaces(), self._strategy.on_refresh)
+            self._slots.step(refined)
+            self._step += 1
+            self._renew_sketches()
         self._ledger.commit(number)
         return StepReport(step=self._step, noise_std=released.noise_std, num_steps_left=plan.num_steps - self._ledger.num_intents)
 

@@ -8,7 +8,7 @@ from dense_steps import NO_NOISE, OPTIMIZERS, SUBJECTS, clipped_mean, dense_grad
 
 import lowkey as lk
 
-HEADS = {"MLP": "body.5", "convolutions": "head", "input-first": "head"}
+HEADS = {"MLP": "body.5", "used twice": "head", "convolutions": "head", "input-first": "head"}
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)

@@ -22,6 +22,7 @@ from lowkey.sketch.carriers import Carriers
 RANK, SEED = 3, 1
 ADAPTED = {
     "MLP": {"body.0.weight": False, "body.3.weight": False, "body.5.weight": False},
+    "used twice": {"layer.weight": False, "head.weight": False},
     "convolutions": {"first.weight": False, "second.weight": False},
     "input-first": {"up.weight": True, "down.weight": True},
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import math
 from collections.abc import Mapping
@@ -212,7 +213,8 @@ def matrix_of_random_projection(rank: int, key: tuple[object, ...], rows: int = 
 
 @pytest.mark.parametrize("drawn", [1, 30, 1 << 22])
 def test_a_random_projection_is_one_positive_matrix_of_its_rank(drawn: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowkey.refine.project._DRAWN_NUMBERS", drawn)
+    # The package gives the module's name to a function.
+    monkeypatch.setattr(importlib.import_module("lowkey.refine.project"), "_DRAWN_NUMBERS", drawn)
     matrix = matrix_of_random_projection(4, ("seed", 1))
     torch.testing.assert_close(matrix, matrix.T, rtol=0, atol=1e-12)
     values = torch.linalg.eigvalsh(matrix)

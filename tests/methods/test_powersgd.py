@@ -17,6 +17,7 @@ from lowkey.sketch.power_method import draw_carriers
 RANK, SEED = 2, 1
 MATRICES = {
     "MLP": ["body.0.weight", "body.3.weight", "body.5.weight"],
+    "used twice": ["layer.weight", "head.weight"],
     "convolutions": ["first.weight", "second.weight", "head.weight"],
     "input-first": ["up.weight", "down.weight", "head.weight"],
 }

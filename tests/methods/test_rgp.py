@@ -109,6 +109,7 @@ def type_of_layer(name: str) -> str:
 
 SKETCHED = {
     "MLP": ["body.0.weight", "body.3.weight", "body.5.weight"],
+    "used twice": ["layer.weight", "head.weight"],
     "convolutions": ["first.weight", "second.weight", "head.weight"],
     "input-first": ["up.weight", "down.weight", "head.weight"],
 }
@@ -118,7 +119,7 @@ VARIANTS = {
     "isometric": {"isometric": True},
     "left": {"carriers": "left"},
     "right": {"carriers": "right"},
-    "cold": {"warm_start": False},
+    "warm": {"warm_start": True},
 }
 
 
@@ -240,7 +241,7 @@ def test_half_precision_weights_have_carriers_in_single_precision() -> None:
         ({"rank": 0}, "rank=0"),
         ({"rank": True}, "rank=True"),
         ({"rank": 4, "power_iterations": 0}, "power_iterations=0"),
-        ({"rank": 4, "warmup_steps": 0}, "points nowhere"),
+        ({"rank": 4, "warmup_steps": 0}, "warmup_steps=0"),
         ({"rank": 4, "carriers": "none"}, "carriers='none'"),
         ({"rank": 4, "basis": "current"}, "basis='current'"),
         ({"rank": 4, "carriers": "left", "isometric": True}, "nothing to take away"),

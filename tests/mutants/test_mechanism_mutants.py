@@ -166,9 +166,9 @@ def noise_and_basis_share_a_key(patch: Patch) -> None:
         secrets.append(self._secret)
 
     def draw_basis(distribution: object, width: int, rank: int, key: object) -> Tensor:
-        secret = NOISE.derive_key(secrets[-1], "system noise", 1, 0, 0) if secrets else bytes(32)
-        generator = np.random.Generator(np.random.Philox(key=int.from_bytes(secret[:16], "little")))
-        return torch.from_numpy(generator.standard_normal((width, rank))) / rank**0.5
+        drawn = torch.zeros(width, rank, dtype=torch.float64)
+        NOISE._add_philox(drawn, rank**-0.5, NOISE.derive_key(secrets[-1] if secrets else bytes(32), "system noise", 1, 0, 0))
+        return drawn
 
     patch.setattr(NOISE.DrawKeys, "_renew", renewed)
     patch.setattr(GRAPE, "draw_basis", draw_basis)

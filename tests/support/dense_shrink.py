@@ -14,6 +14,7 @@ from lowkey.methods import Target
 CLIP_NORM = 0.3
 LINEAR = {
     "MLP": ["body.0.weight", "body.3.weight", "body.5.weight"],
+    "used twice": ["layer.weight", "head.weight"],
     "convolutions": ["head.weight"],
     "input-first": ["up.weight", "down.weight", "head.weight"],
 }

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from audited import Mlp, batch_of, cross_entropy
+from audited import Mlp, Twice, batch_of, cross_entropy
 from per_example import looped
 from torch import Tensor, nn
 
@@ -72,6 +72,7 @@ def _data(*shape: int) -> dict[str, Tensor]:
 
 SUBJECTS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "MLP": (Mlp, batch_of(dtype=torch.float64)),
+    "used twice": (Twice, batch_of(dtype=torch.float64)),
     "convolutions": (ConvNet, _data(2, 6, 6)),
     "input-first": (Turned, _data(7, 6)),
 }

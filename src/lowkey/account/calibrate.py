@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from lowkey.account.checks import require_number
 from lowkey.account.epsilon import compose_roughly
 from lowkey.account.events import merge, without_caps
 from lowkey.account.plan import Plan, check_facts
 from lowkey.account.renyi import compose_renyi, epsilon_from_renyi
 from lowkey.account.sampling import Poisson, Sampling
+from lowkey.checks import require_number
 from lowkey.errors import ConfigError
 
 _DIGITS = 6

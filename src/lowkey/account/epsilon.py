@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 
-from lowkey.account.checks import require_delta
 from lowkey.account.events import Counts, Event, from_history, merge, without_caps
 from lowkey.account.losses import epsilon_from_losses
 from lowkey.account.renyi import compose_renyi, epsilon_from_renyi
+from lowkey.checks import require_delta
 
 
 class Accountant(Enum):

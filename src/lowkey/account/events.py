@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from lowkey.account.checks import require_count, require_noise_multiplier, require_sampling_rate
 from lowkey.account.sampling import Poisson, Sampling, TruncatedPoisson, Unsampled, count_epochs
+from lowkey.checks import require_count, require_noise_multiplier, require_sampling_rate
 from lowkey.errors import ConfigError
 
 

@@ -7,11 +7,11 @@ import os
 from dataclasses import replace
 from typing import Protocol, final
 
-from lowkey.account.checks import require_count
 from lowkey.account.epsilon import Bound, compose
 from lowkey.account.events import Event
 from lowkey.account.header import Head, RunHeader
 from lowkey.account.statement import format_up
+from lowkey.checks import require_count
 from lowkey.errors import BudgetError, LedgerError
 
 History = tuple[tuple[float, float, int], ...]

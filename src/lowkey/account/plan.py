@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from lowkey.account.checks import require_count, require_delta, require_noise_multiplier, require_number
 from lowkey.account.epsilon import Accountant, Bound, compose
 from lowkey.account.events import Event
 from lowkey.account.sampling import Poisson, Sampling, TruncatedPoisson, Unsampled
 from lowkey.account.statement import Statement
+from lowkey.checks import require_count, require_delta, require_noise_multiplier, require_number
 from lowkey.errors import ConfigError
 
 

@@ -14,9 +14,9 @@ from typing import cast
 
 import numpy as np
 
-from lowkey.account.checks import require_delta
 from lowkey.account.events import Mechanism, from_history, merge
 from lowkey.account.renyi import compose_renyi
+from lowkey.checks import require_delta
 
 
 class Formula(Enum):

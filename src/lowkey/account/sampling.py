@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from lowkey.account.checks import require_count
+from lowkey.checks import require_count
 
 
 @dataclass(frozen=True, kw_only=True)

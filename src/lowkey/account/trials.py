@@ -14,10 +14,10 @@ from typing import assert_never, cast
 
 import numpy as np
 
-from lowkey.account.checks import require_delta, require_number
 from lowkey.account.epsilon import Accountant, Bound
 from lowkey.account.events import Event, merge
 from lowkey.account.renyi import ORDERS, Vector, compose_renyi, delta_from_renyi, epsilon_from_renyi
+from lowkey.checks import require_delta, require_number
 from lowkey.errors import ConfigError
 
 

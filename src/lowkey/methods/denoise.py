@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from lowkey.checks import require_member
 from lowkey.errors import ConfigError
 from lowkey.factors import Kind, ParameterSpec
 from lowkey.methods.method import FullGradient, Start, Strategy
@@ -50,7 +51,7 @@ class Denoise:
         check_kappa(self.kappa)
         if not 0.0 <= self.decay < 1.0:
             raise ConfigError(f"decay={self.decay!r} is no share. It must lie in [0, 1). Use decay=0.9.")
-        object.__setattr__(self, "target", _target(self.target))
+        object.__setattr__(self, "target", require_member(Target, "target", self.target))
 
     @property
     def has_guarantee(self) -> bool:
@@ -71,13 +72,3 @@ class Denoise:
 def _is_linear(spec: ParameterSpec) -> bool:
     """Whether a parameter is a linear layer's matrix; convolutions, embeddings, norms and biases are not."""
     return spec.kind in (Kind.OUTPUT_FIRST, Kind.INPUT_FIRST) and len(spec.shape) == 2
-
-
-def _target(value: Target | str) -> Target:
-    try:
-        return Target(value)
-    except ValueError:
-        options = ", ".join(repr(choice.value) for choice in Target)
-        raise ConfigError(
-            f"target={value!r} is not known. It must be one of {options}. Pass one of these, or the member of Target."
-        ) from None

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lowkey.account.checks import require_count, require_number
 from lowkey.boundary import Provenance, Public
+from lowkey.checks import require_count, require_number
 from lowkey.errors import ConfigError
 from lowkey.methods.method import Start, Strategy
 from lowkey.methods.pdpsgd import require_rank

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 from lowkey.boundary import Provenance
+from lowkey.checks import require_count, require_member
 from lowkey.errors import ConfigError
 from lowkey.factors import Axis, Kind, ParameterSpec, wide_dtype
 from lowkey.methods.method import Start, Strategy
@@ -55,13 +56,9 @@ class Grape:
 
     def __post_init__(self) -> None:
         for name in ("rank", "refresh_every"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(
-                    f"{name}={value!r} is not a count. It must be a whole number of at least 1. The paper uses rank=16, refresh_every=100."
-                )
+            require_count(name, getattr(self, name))
         for name, choices in (("side", Side), ("distribution", Distribution), ("on_refresh", OnRefresh)):
-            object.__setattr__(self, name, _choice(name, getattr(self, name), choices))
+            object.__setattr__(self, name, require_member(choices, name, getattr(self, name)))
 
     @property
     def has_guarantee(self) -> bool:
@@ -71,18 +68,6 @@ class Grape:
         """Become a strategy for one model."""
         bases = _RandomBases(self, start)
         return Strategy(sketching=bases, space=bases, on_refresh=OnRefresh(self.on_refresh))
-
-
-def _choice(name: str, value: object, choices: type[Enum]) -> Enum:
-    if isinstance(value, choices):
-        return value
-    try:
-        return choices(value)
-    except ValueError:
-        options = ", ".join(repr(choice.value) for choice in choices)
-        raise ConfigError(
-            f"{name}={value!r} is not known. It must be one of {options}. Pass one of these, or the member of {choices.__name__}."
-        ) from None
 
 
 class _RandomBases:

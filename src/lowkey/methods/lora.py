@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from lowkey.boundary import Provenance
+from lowkey.checks import require_count
 from lowkey.errors import ConfigError
 from lowkey.factors import Axis, ParameterSpec, wide_dtype
-from lowkey.methods.matrices import check_count, input_axis, wide_matrices
+from lowkey.methods.matrices import input_axis, wide_matrices
 from lowkey.methods.method import Start, Strategy
 from lowkey.optim import Subspace
 from lowkey.sketch import Distribution, Identity, OneSided, Sketch, draw_basis
@@ -50,7 +51,7 @@ class LoRA:
     whole: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_count("rank", self.rank, 1, "4 to 16 is common.")
+        require_count("rank", self.rank)
         if not self.scale > 0.0 or self.scale == float("inf"):
             raise ConfigError(f"alpha={self.alpha!r} is no scale. It must be above zero and finite. Leave it out for a scale of one.")
         if isinstance(self.whole, str):

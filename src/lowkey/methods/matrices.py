@@ -31,13 +31,3 @@ def wide_matrices(specs: Mapping[str, ParameterSpec], rank: int) -> tuple[str, .
 def input_axis(spec: ParameterSpec) -> Axis:
     """Return the axis of the parameter, seen as a matrix, that the layer's input runs along."""
     return Axis.ROWS if spec.kind is Kind.INPUT_FIRST else Axis.COLS
-
-
-def check_count(name: str, value: object, least: int, hint: str) -> None:
-    """Refuse what is not a whole number of at least `least`.
-
-    Raises:
-        ConfigError: It is not.
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name}={value!r} is not a count. It must be a whole number of at least {least}. {hint}")

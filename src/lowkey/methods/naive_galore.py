@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from lowkey.boundary import Provenance, Released
+from lowkey.checks import require_count
 from lowkey.factors import Axis, ParameterSpec, wide_dtype
-from lowkey.methods.matrices import check_count, wide_matrices
+from lowkey.methods.matrices import wide_matrices
 from lowkey.methods.method import FullGradient, Start, Strategy
 from lowkey.optim import Subspace
 from lowkey.sketch import OneSided
@@ -43,8 +44,8 @@ class NaiveGaLore:
     refresh_every: int = 100
 
     def __post_init__(self) -> None:
-        check_count("rank", self.rank, 1, "The paper uses 16 to 64.")
-        check_count("refresh_every", self.refresh_every, 1, "The paper uses 100.")
+        require_count("rank", self.rank)
+        require_count("refresh_every", self.refresh_every)
 
     @property
     def has_guarantee(self) -> bool:

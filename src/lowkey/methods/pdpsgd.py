@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lowkey.account.checks import require_count
 from lowkey.boundary import Provenance, Public, Released
+from lowkey.checks import require_count
 from lowkey.errors import ConfigError
 from lowkey.methods.method import FullGradient, Start, Strategy
 from lowkey.refine.project import project

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lowkey.checks import require_count
 from lowkey.factors import wide_dtype
-from lowkey.methods.matrices import check_count, wide_matrices
+from lowkey.methods.matrices import wide_matrices
 from lowkey.methods.method import FullGradient, Start, Strategy
 from lowkey.refine.power import PowerSteps
 from lowkey.sketch.power_method import draw_carriers
@@ -32,7 +33,7 @@ class PowerSGD:
     rank: int
 
     def __post_init__(self) -> None:
-        check_count("rank", self.rank, 1, "As the rank of RGP: 1 to 16.")
+        require_count("rank", self.rank)
 
     @property
     def has_guarantee(self) -> bool:

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from lowkey.boundary import Provenance
+from lowkey.checks import require_count, require_member
 from lowkey.errors import ConfigError
 from lowkey.factors import Axis, ParameterSpec, wide_dtype
-from lowkey.methods.matrices import check_count, input_axis, wide_matrices
+from lowkey.methods.matrices import input_axis, wide_matrices
 from lowkey.methods.method import Start, Strategy
 from lowkey.sketch import Identity, OneSided, Sketch
 from lowkey.sketch.carriers import Carriers, Core
-from lowkey.sketch.power_method import draw_carriers, power_iteration
+from lowkey.sketch.power_method import draw_carriers, draw_orthonormal, power_iteration
 
 
 class TrainedCarriers(Enum):
@@ -47,7 +48,7 @@ class RGP:
         carriers: Train both, or one alone, which is then a one-sided sketch.
         isometric: Free the right carrier's gradient of what the left one's holds before it is clipped; the decoded noise stays the same.
         basis: Follow the history W_t - W_0, the weight W_t, or nothing (fresh random bases in each step).
-        warm_start: Let the power method go on from the carriers before; the paper starts it at random in each step.
+        warm_start: Let the power method go on from the carriers before, in place of a random start in each step.
 
     Guarantee:
         Sketched first, clipped then: the sensitivity is `clip_norm` whatever the carriers are.
@@ -69,14 +70,18 @@ class RGP:
     carriers: TrainedCarriers | str = TrainedCarriers.BOTH
     isometric: bool = False
     basis: CarrierBasis | str = CarrierBasis.HISTORY
-    warm_start: bool = True
+    warm_start: bool = False
 
     def __post_init__(self) -> None:
-        check_count("rank", self.rank, 1, "The paper uses 1 to 16.")
-        check_count("power_iterations", self.power_iterations, 1, "The paper uses 1.")
-        check_count("warmup_steps", self.warmup_steps, 1, "In the first step the history W_t - W_0 is zero and points nowhere.")
-        object.__setattr__(self, "carriers", _member(TrainedCarriers, "carriers", self.carriers))
-        object.__setattr__(self, "basis", _member(CarrierBasis, "basis", self.basis))
+        if self.warmup_steps == 0:
+            raise ConfigError(
+                "warmup_steps=0 leaves the first step without carriers. The history W_t - W_0 is zero there and points nowhere. "
+                "Use at least 1."
+            )
+        for name in ("rank", "power_iterations", "warmup_steps"):
+            require_count(name, getattr(self, name))
+        object.__setattr__(self, "carriers", require_member(TrainedCarriers, "carriers", self.carriers))
+        object.__setattr__(self, "basis", require_member(CarrierBasis, "basis", self.basis))
         if self.isometric and self.carriers is not TrainedCarriers.BOTH:
             raise ConfigError(
                 f"isometric=True was given with carriers={TrainedCarriers(self.carriers).value!r}. One carrier alone holds nothing twice, "
@@ -120,12 +125,20 @@ class _HistoricalCarriers:
         method = self._method
         if method.basis is CarrierBasis.RANDOM:
             return self._draw(name, step)
-        left, right = self._bases[name] if method.warm_start and name in self._bases else self._draw(name, step)
+        left, right = self._bases[name] if name in self._bases else self._draw(name, step)
+        if not method.warm_start:
+            _, right = self._placed(name, left, draw_orthonormal(right.shape[1], method.rank, (*self._key(name, step), "right")).T)
         return power_iteration(self._followed(name, step), left, right, method.power_iterations)
 
     def _draw(self, name: str, step: int) -> tuple[Tensor, Tensor]:
-        weight, spec = self._start.weights[name], self._start.specs[name]
-        left, right = draw_carriers(*spec.matrix_shape, self._method.rank, (self._start.seed, "carriers", name, step))
+        return self._placed(name, *draw_carriers(*self._start.specs[name].matrix_shape, self._method.rank, self._key(name, step)))
+
+    def _key(self, name: str, step: int) -> tuple[object, ...]:
+        return (self._start.seed, "carriers", name, step)
+
+    def _placed(self, name: str, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """Bring carriers to the weight's device, in the precision that sums are taken in."""
+        weight = self._start.weights[name]
         dtype = wide_dtype(weight.dtype)
         return left.to(weight.device, dtype), right.to(weight.device, dtype)
 
@@ -160,9 +173,7 @@ class _HistoricalCarriers:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
         self._first = {name: value.to(self._start.weights[name]) for name, value in state["first"].items()}
-        bases = {name: (left, right) for name, (left, right) in state["carriers"].items()}
-        like = {name: torch.empty(0, dtype=wide_dtype(weight.dtype), device=weight.device) for name, weight in self._start.weights.items()}
-        self._take({name: (left.to(like[name]), right.to(like[name])) for name, (left, right) in bases.items()}, state["step"])
+        self._take({name: self._placed(name, *pair) for name, pair in state["carriers"].items()}, state["step"])
 
 
 def _reduced_axis(trained: TrainedCarriers, spec: ParameterSpec) -> Axis:
@@ -176,16 +187,3 @@ def _reduced_axis(trained: TrainedCarriers, spec: ParameterSpec) -> Axis:
             raise ValueError("both carriers reduce both axes")
         case _:
             assert_never(trained)
-
-
-def _member(choices: type[Enum], name: str, value: object) -> Enum:
-    """Return the member that `value` is or names."""
-    if isinstance(value, choices):
-        return value
-    try:
-        return choices(value)
-    except ValueError:
-        options = ", ".join(repr(choice.value) for choice in choices)
-        raise ConfigError(
-            f"{name}={value!r} is not known. It must be one of {options}. Pass one of these, or the member of {choices.__name__}."
-        ) from None

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lowkey.account.checks import require_count
 from lowkey.boundary import Provenance, Released
+from lowkey.checks import require_count
 from lowkey.errors import ConfigError
 from lowkey.factors import ParameterSpec, wide_dtype
 from lowkey.methods.method import FullGradient, Start, Strategy

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lowkey.account.checks import require_count
+from lowkey.checks import require_count
 from lowkey.errors import ShapeError
 
 Batch = TypeVar("Batch")

@@ -23,9 +23,16 @@ def draw_carriers(rows: int, cols: int, rank: int, key: tuple[object, ...]) -> t
         >>> bool(torch.allclose(left.T @ left, torch.eye(2).double())), right.shape
         (True, torch.Size([2, 4]))
     """
-    left = draw_basis(Distribution.STIEFEL, rows, rank, (*key, "left")) * (rank / rows) ** 0.5
-    right = draw_basis(Distribution.STIEFEL, cols, rank, (*key, "right")) * (rank / cols) ** 0.5
-    return left, right.T
+    return draw_orthonormal(rows, rank, (*key, "left")), draw_orthonormal(cols, rank, (*key, "right")).T
+
+
+def draw_orthonormal(width: int, rank: int, key: tuple[object, ...]) -> Float[Tensor, "W K"]:
+    """Draw orthonormal columns that are a function of `key` alone.
+
+    Guarantee:
+        As `draw_basis`: independent of every batch and of every noise key.
+    """
+    return draw_basis(Distribution.STIEFEL, width, rank, key) * (rank / width) ** 0.5
 
 
 def power_iteration(

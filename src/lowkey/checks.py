@@ -1,12 +1,15 @@
-"""Checks of public numbers, each with one clear error."""
+"""Checks of what users pass: counts, probabilities and choices, each with one clear error."""
 
 from __future__ import annotations
 
 import math
 import operator
-from typing import SupportsIndex
+from enum import Enum
+from typing import SupportsIndex, TypeVar
 
 from lowkey.errors import ConfigError
+
+Choice = TypeVar("Choice", bound=Enum)
 
 
 def require_count(name: str, value: SupportsIndex) -> int:
@@ -56,3 +59,14 @@ def require_number(name: str, value: object) -> float:
     if math.isnan(number):
         raise ConfigError(f"{name} is nan. It must be a real number. Check how it was computed.")
     return number
+
+
+def require_member(choices: type[Choice], name: str, value: object) -> Choice:
+    """Return the member of ``choices`` that ``value`` is or names, or raise `ConfigError`."""
+    try:
+        return choices(value)
+    except ValueError:
+        options = ", ".join(repr(choice.value) for choice in choices)
+        raise ConfigError(
+            f"{name}={value!r} is not known. It must be one of {options}. Pass one of these, or the member of {choices.__name__}."
+        ) from None
