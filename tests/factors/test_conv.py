@@ -15,6 +15,8 @@ from lowkey.factors.conv import Convolution, Geometry
 GEOMETRIES = [
     Geometry((1, 1), (0, 0), (1, 1), 1),
     Geometry((2, 1), (1, 0), (1, 2), 1),
+    Geometry((3, 2), (1, 1), (1, 1), 1),
+    Geometry((2, 2), (0, 2), (1, 3), 1),
     Geometry((2, 3), (2, 1), (2, 1), 2),
     Geometry((1, 1), (1, 1), (1, 1), 4),
 ]
@@ -61,10 +63,27 @@ def test_patches_times_the_kernel_are_the_outputs(geometry: Geometry) -> None:
     assert torch.allclose(outputs.transpose(1, 2), geometry.run(factor.inputs, kernel).flatten(2), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("kernel_size", [(3, 2), (8, 7)], ids=["many places", "one place"])
+@pytest.mark.parametrize("kernel_size", [(3, 2), (2, 4), (5, 3), (1, 1)], ids=str)
+@pytest.mark.parametrize("geometry", [geometry for geometry in GEOMETRIES if geometry.groups == 1], ids=str)
+def test_products_of_patches_are_those_of_patches_that_are_laid_out(geometry: Geometry, kernel_size: tuple[int, ...]) -> None:
+    factor = made(geometry, kernel_size=kernel_size)
+    patches = geometry.patches(factor.inputs, kernel_size)
+    assert torch.allclose(geometry.patch_products(factor.inputs, kernel_size), patches @ patches.mT, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kernel_size", [(3,), (2, 3, 2)], ids=["sequences", "volumes"])
+def test_products_of_patches_in_other_dimensions(kernel_size: tuple[int, ...]) -> None:
+    dims = len(kernel_size)
+    geometry = Geometry((2,) * dims, (1,) * dims, (1,) * dims, 1)
+    inputs = torch.randn(2, 3, *[5] * dims, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    patches = geometry.patches(inputs, kernel_size)
+    assert torch.allclose(geometry.patch_products(inputs, kernel_size), patches @ patches.mT, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kernel_size", [(3, 2), (6, 5), (8, 7)], ids=["many places", "some places", "one place"])
 def test_norms_of_a_cut_batch_are_those_of_each_example(kernel_size: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     factor = made(GEOMETRIES[0], kernel_size=kernel_size)
-    monkeypatch.setattr("lowkey.factors.conv._PATCHES", 1)
+    monkeypatch.setattr("lowkey.factors.conv._IN_CACHE", 1)
     expected = one_by_one(factor).square().sum((1, 2, 3, 4))
     assert torch.allclose(factor.squared_norms(), expected, rtol=1e-9)
 

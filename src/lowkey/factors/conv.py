@@ -5,6 +5,7 @@ Axes: B examples, L output positions, I inputs per patch (channels x kernel), O 
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,15 +19,17 @@ from torch.nn import functional as F
 from lowkey.factors.capture import Site
 from lowkey.factors.collector import Axis
 from lowkey.factors.elementwise import sum_positions
-from lowkey.factors.factor import Dense, Factor, Outer, wide_dtype, widen
+from lowkey.factors.factor import Dense, Factor, squared_norms_of, wide_dtype, widen
 from lowkey.factors.fallback import by_example
 from lowkey.factors.registry import Call, rule
 
 _HARDLY_MORE = 1.25
 _WORTHWHILE = 0.5
 """An input is reduced at once if that leaves less than this part of it; more often than not the layer before keeps it anyway."""
-_PATCHES = 1 << 20
-"""Numbers of an input under the kernel that are laid out at a time."""
+_SLOWER = 3
+"""How much longer products of patches take than kernels, for the same number of multiplications."""
+_IN_CACHE = 1 << 20
+"""Temporaries over a batch are cut so that they hold about this many numbers."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,36 @@ class Geometry:
         windows = windows.permute(order)
         return windows.flatten(1 + dims).flatten(1, dims)
 
+    def patch_products(self, inputs: Tensor, kernel_size: tuple[int, ...]) -> Float[Tensor, "B L L"]:
+        """Return the inner products of the patches of every two output positions.
+
+        Neighbouring patches share their pixels: the product of two patches is a sum over the kernel of products of two pixels,
+        so each product of pixels is computed once. With a stride, only pixels that are whole strides apart ever meet.
+        """
+        if all(width <= stride for width, stride in zip(kernel_size, self.stride, strict=True)):
+            patches = self.patches(inputs, kernel_size)
+            return patches @ patches.mT
+        padded = F.pad(inputs, [pad for size in reversed(self.padding) for pad in (size, size)])
+        sizes = zip(padded.shape[2:], kernel_size, self.stride, self.dilation, strict=True)
+        outputs = [(size - dilation * (width - 1) - 1) // stride + 1 for size, width, stride, dilation in sizes]
+        total = padded.new_zeros(len(padded), *outputs, *outputs)
+        for phase in itertools.product(*map(range, self.stride)):
+            taps = [self._taps(axis, start, width) for axis, (start, width) in enumerate(zip(phase, kernel_size, strict=True))]
+            if not all(taps):
+                continue
+            pixels = padded[(..., *(slice(start, None, stride) for start, stride in zip(phase, self.stride, strict=True)))]
+            flat = pixels.flatten(2)
+            products = (flat.mT @ flat).view(len(padded), *pixels.shape[2:], *pixels.shape[2:])
+            for tap in itertools.product(*taps):
+                window = [slice(start, start + size) for start, size in zip(tap, outputs, strict=True)]
+                total += products[(slice(None), *window, *window)]
+        return total.flatten(1, len(outputs)).flatten(2)
+
+    def _taps(self, axis: int, phase: int, width: int) -> list[int]:
+        """Return where the kernel's taps of one phase lie, in whole strides."""
+        stride, dilation = self.stride[axis], self.dilation[axis]
+        return [tap * dilation // stride for tap in range(width) if tap * dilation % stride == phase]
+
 
 @dataclass(frozen=True)
 class Convolution:
@@ -85,18 +118,23 @@ class Convolution:
         return self.backprops.numel() + self.inputs.numel()
 
     def squared_norms(self) -> Float[Tensor, " B"]:
-        positions = self.backprops[0, 0].numel()
-        if positions * positions >= math.prod(self.shape) or self.geometry.groups > 1:
+        positions, channels = self.backprops[0, 0].numel(), sum(self.shape[:2])
+        # Products cost positions^2 * channels per example, kernels positions * numel, and those run faster.
+        if _SLOWER * positions * channels >= math.prod(self.shape) or self.geometry.groups > 1:
             # PRIVACY: a batch is summed in another order than an example alone; where terms cancel, the sum holds what the norm does not.
             return (Dense(self.dense()).squared_norms().sqrt() + self._rounding()).square()
-        few = max(1, _PATCHES // (positions * math.prod(self.shape[1:])))
-        return torch.cat([part._outer().squared_norms() for part in self._split(few)])
+        few = _IN_CACHE // (positions * max(positions, math.prod(self.shape[1:])))
+        return torch.cat([part._squared_norms_by_products() for part in self._split(few)])
 
     def add_sum(self, total: Tensor, weights: Float[Tensor, " B"]) -> None:
         scaled = widen(self.backprops) * weights.view(-1, *[1] * (self.backprops.dim() - 1))
         total.add_(self.geometry.backward(scaled, widen(self.inputs), self._kernel(), of_input=False))
 
     def dense(self) -> Tensor:
+        few = _IN_CACHE // max(self.inputs[0].numel(), self.backprops[0].numel())
+        return torch.cat([part._kernels() for part in self._split(few)])
+
+    def _kernels(self) -> Tensor:
         # With every example a group of channels of its own, the sum over the batch has one term for each kernel.
         batch = len(self.backprops)
         backprops, inputs = (widen(side).reshape(1, -1, *side.shape[2:]) for side in (self.backprops, self.inputs))
@@ -114,7 +152,14 @@ class Convolution:
             return Dense(self.dense())
         return self
 
+    def _squared_norms_by_products(self) -> Float[Tensor, " B"]:
+        rows = widen(self.backprops).flatten(2)
+        products = self.geometry.patch_products(widen(self.inputs), self.shape[2:])
+        return squared_norms_of(rows.mT @ rows, products, (self.shape[0], math.prod(self.shape[1:])))
+
     def _split(self, few: int) -> list[Convolution]:
+        """Return a few examples at a time, at least one."""
+        few = max(1, few)
         sides = zip(self.backprops.split(few), self.inputs.split(few), strict=True)
         return [replace(self, backprops=backprops, inputs=inputs) for backprops, inputs in sides]
 
@@ -125,10 +170,6 @@ class Convolution:
 
     def _kernel(self) -> Tensor:
         return self.inputs.new_empty(self.shape, dtype=wide_dtype(self.inputs.dtype))
-
-    def _outer(self) -> Outer:
-        rows = self.backprops.flatten(2).transpose(1, 2)
-        return Outer(rows, self.geometry.patches(self.inputs, self.shape[2:]), self.shape)
 
 
 class _Convolution(torch.autograd.Function):

@@ -85,7 +85,8 @@ class Dense:
 
     def squared_norms(self) -> Float[Tensor, " B"]:
         flat = widen(self.value).reshape(self.value.shape[0], -1)
-        return torch.linalg.vecdot(flat, flat)
+        # One pass over memory, where a product with itself takes two.
+        return torch.linalg.vector_norm(flat, dim=1).square()
 
     def add_sum(self, total: Tensor, weights: Float[Tensor, " B"]) -> None:
         flat = widen(self.value).reshape(self.value.shape[0], -1)
@@ -244,6 +245,20 @@ def _gram_chunk(parts: Sequence[Outer]) -> Float[Tensor, " B"]:
             squares = term if squares is None else squares + term
     if squares is None or lengths is None or lost is None:
         raise ValueError("gram_squared_norms was given no parts. A norm needs at least one use of the parameter. Pass every recorded use.")
+    return _with_margin(squares, lengths, lost)
+
+
+def squared_norms_of(gram_rows: Float[Tensor, "B T T"], gram_cols: Float[Tensor, "B T T"], shape: tuple[int, int]) -> Float[Tensor, " B"]:
+    """Bound the squared norms of `sum_t rows_t cols_t^T`, an R x C matrix of `shape`, by the Gram matrices of both sides.
+
+    Guarantee:
+        As for `gram_squared_norms`.
+    """
+    squares = torch.linalg.vecdot(gram_rows.flatten(1), gram_cols.flatten(1))
+    return _with_margin(squares, *_diagonal_lengths(gram_rows, gram_cols, *shape))
+
+
+def _with_margin(squares: Tensor, lengths: Tensor, lost: Tensor) -> Float[Tensor, " B"]:
     # PRIVACY: terms of opposite sign cancel, and rounding may leave less than the true norm; the margin can only clip more.
     return squares.clamp_min(0.0) + 8.0 * torch.finfo(squares.dtype).eps * lengths.square() + lost.square()
 
