@@ -18,6 +18,10 @@ from workloads import WORKLOADS
 # Buffers above this size are mapped and unmapped one by one, so that what is freed leaves the process and the peak shows what was needed.
 MEMORY_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "131072"}
 
+# What is freed stays in the process. Otherwise glibc returns some of it and not the rest, by rules that the order of sizes decides,
+# and the pages that come back one by one have been seen to make the same step a third slower in one process than in the next.
+TIME_ENVIRONMENT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -29,6 +33,7 @@ class Settings:
         memory_steps: Steps whose peak counts, the first one included.
         threads: Threads of each process.
         device: "cpu" or "cuda".
+        keeps_memory: Whether processes keep freed memory while time is taken; otherwise the allocator does as it does by default.
     """
 
     rounds: int
@@ -36,6 +41,7 @@ class Settings:
     memory_steps: int
     threads: int
     device: str
+    keeps_memory: bool = True
 
 
 class Worker:
@@ -132,7 +138,8 @@ def measure_time(workload: str, contenders: Sequence[str], settings: Settings) -
     turns: dict[str, list[Turn]] = {name: [] for name in contenders}
     peaks: dict[str, list[int]] = {name: [] for name in contenders}
     try:
-        workers = {name: Worker(workload, name, settings) for name in contenders}
+        environment = TIME_ENVIRONMENT if settings.keeps_memory else None
+        workers = {name: Worker(workload, name, settings, environment) for name in contenders}
         for worker in workers.values():
             worker.wait()
         for name in contenders:

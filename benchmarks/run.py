@@ -32,7 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what the command line asks for."""
     options = _parse(arguments)
     settings = Settings(
-        rounds=options.rounds, warm_up=options.warm_up, memory_steps=options.memory_steps, threads=options.threads, device=options.device
+        rounds=options.rounds,
+        warm_up=options.warm_up,
+        memory_steps=options.memory_steps,
+        threads=options.threads,
+        device=options.device,
+        keeps_memory=not options.default_allocator,
     )
     if options.quick:
         settings = replace(settings, rounds=2, warm_up=1, memory_steps=2)
@@ -74,6 +79,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--quick", action="store_true", help="two rounds, one step of warm-up")
+    parser.add_argument("--default-allocator", action="store_true", help="take time with the allocator as it is by default")
     parser.add_argument("--skip-time", action="store_true")
     parser.add_argument("--skip-memory", action="store_true")
     parser.add_argument("--out", type=Path, help="a JSON file for every sample")

@@ -131,8 +131,11 @@ class Convolution:
         total.add_(self.geometry.backward(scaled, widen(self.inputs), self._kernel(), of_input=False))
 
     def dense(self) -> Tensor:
-        few = _IN_CACHE // max(self.inputs[0].numel(), self.backprops[0].numel())
-        return torch.cat([part._kernels() for part in self._split(few)])
+        few = max(1, _IN_CACHE // max(self.inputs[0].numel(), self.backprops[0].numel(), math.prod(self.shape)))
+        kernels = self._kernel().new_empty(len(self.backprops), *self.shape)
+        for part, place in zip(self._split(few), kernels.split(few), strict=True):
+            place.copy_(part._kernels())
+        return kernels
 
     def _kernels(self) -> Tensor:
         # With every example a group of channels of its own, the sum over the batch has one term for each kernel.
