@@ -52,7 +52,7 @@ def test_kernels_of_all_examples_at_once_are_those_of_each_alone(geometry: Geome
 @every_geometry
 def test_the_number_of_places_is_that_of_the_outputs(geometry: Geometry) -> None:
     factor = made(geometry)
-    assert geometry.num_positions(factor.inputs, torch.zeros(factor.shape)) == factor.backprops[0, 0].numel()
+    assert geometry.num_positions(factor.inputs, factor.shape[2:]) == factor.backprops[0, 0].numel()
 
 
 @pytest.mark.parametrize("geometry", [geometry for geometry in GEOMETRIES if geometry.groups == 1], ids=str)

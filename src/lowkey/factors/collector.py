@@ -43,7 +43,10 @@ class Compression(Protocol):
     """What the collector asks of a sketch: linear maps of one parameter's gradient."""
 
     def basis(self, axis: Axis) -> Tensor | None:
-        """Return the matrix by which a layer's input, lying along `axis`, may be multiplied at once; None to keep it whole."""
+        """Return the matrix by which a layer's input, lying along `axis`, may be multiplied at once; None to keep it whole.
+
+        A convolution's has one row for each input channel and tap, or one for each input channel.
+        """
         ...
 
     @property
@@ -202,7 +205,7 @@ class Collector:
         self._add(target.name, target.compression.compress_dense(gradients))
 
     def record_factor(self, target: Weight, factor: Factor) -> None:
-        """Take a factor of a parameter that is not sketched."""
+        """Take a factor in the coordinates that are released of a parameter, where these are one block of its name."""
         self._check_current(target)
         self._add(target.name, {target.name: factor})
 

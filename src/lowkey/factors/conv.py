@@ -46,9 +46,9 @@ class Geometry:
         zeros = (0,) * len(self.stride)
         return torch.convolution(inputs, kernel, bias, self.stride, self.padding, self.dilation, False, zeros, self.groups)
 
-    def num_positions(self, inputs: Tensor, kernel: Tensor) -> int:
+    def num_positions(self, inputs: Tensor, kernel_size: tuple[int, ...]) -> int:
         """Return how many places of the input the kernel is laid on."""
-        axes = zip(inputs.shape[2:], kernel.shape[2:], self.stride, self.padding, self.dilation, strict=True)
+        axes = zip(inputs.shape[2:], kernel_size, self.stride, self.padding, self.dilation, strict=True)
         return math.prod((size + 2 * pad - step * (width - 1) - 1) // stride + 1 for size, width, stride, pad, step in axes)
 
     def backward(self, backprops: Tensor, inputs: Tensor, kernel: Tensor, of_input: bool) -> Tensor:
@@ -117,6 +117,16 @@ class Convolution:
     def numel(self) -> int:
         return self.backprops.numel() + self.inputs.numel()
 
+    @property
+    def rows(self) -> Float[Tensor, "B L O"]:
+        """The output gradients, position by position."""
+        return self.backprops.flatten(2).mT
+
+    @property
+    def patches(self) -> Float[Tensor, "B L I"]:
+        """The inputs that they met."""
+        return self.geometry.patches(self.inputs, self.shape[2:])
+
     def squared_norms(self) -> Float[Tensor, " B"]:
         positions, channels = self.backprops[0, 0].numel(), sum(self.shape[:2])
         # Products cost positions^2 * channels per example, kernels positions * numel, and those run faster.
@@ -175,6 +185,43 @@ class Convolution:
         return self.inputs.new_empty(self.shape, dtype=wide_dtype(self.inputs.dtype))
 
 
+@dataclass(frozen=True)
+class Reduction:
+    """What turns a layer's input into what the sketch of its kernel needs of it.
+
+    Fields:
+        basis: One row per input channel, or one per input channel and tap.
+        geometry: How the kernel that is sketched moves.
+        kernel_shape: Its shape.
+    """
+
+    basis: Float[Tensor, "W K"]
+    geometry: Geometry
+    kernel_shape: tuple[int, ...]
+
+    @property
+    def is_pixelwise(self) -> bool:
+        """Whether pixels are reduced one by one, so that a kernel of fewer channels is left to be moved over them."""
+        return len(self.basis) == self.kernel_shape[1]
+
+    @property
+    def rest(self) -> tuple[int, ...]:
+        """The shape of the kernel that is left, where pixels are reduced one by one."""
+        return (self.kernel_shape[0], self.basis.shape[1], *self.kernel_shape[2:])
+
+    def numel(self, inputs: Tensor) -> int:
+        """Return how many numbers of an example are left."""
+        positions = inputs[0, 0].numel() if self.is_pixelwise else self.geometry.num_positions(inputs, self.kernel_shape[2:])
+        return positions * self.basis.shape[1]
+
+    def run(self, inputs: Tensor) -> Tensor:
+        """Reduce."""
+        basis = self.basis.T.to(inputs.dtype)
+        if self.is_pixelwise:
+            return (basis @ inputs.flatten(2)).unflatten(2, inputs.shape[2:])
+        return self.geometry.run(inputs, basis.reshape(-1, *self.kernel_shape[1:]))
+
+
 class _Convolution(torch.autograd.Function):
     """A convolution that keeps of its input only what the sketch of the kernel needs."""
 
@@ -187,7 +234,7 @@ class _Convolution(torch.autograd.Function):
         kept: Tensor | None,
         anchor: Tensor,
         geometry: Geometry,
-        sites: tuple[Site | None, Site | None, Tensor | None, bool],
+        sites: tuple[Site | None, Site | None, Reduction | None, bool],
     ) -> Tensor:
         ctx.geometry, ctx.sites, ctx.input_shape = geometry, sites, inputs.shape
         ctx.save_for_backward(kernel, kept)
@@ -197,10 +244,11 @@ class _Convolution(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, backprops: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override] # reason: torch types it with *args
         kernel, kept = ctx.saved_tensors
-        site, bias_site, basis, is_reduced = ctx.sites
-        if site is not None:
-            kept = kept if basis is None or is_reduced else ctx.geometry.run(kept, basis)
-            _record(site, backprops, kept, kernel, ctx.geometry, basis is not None)
+        site, bias_site, reduction, is_reduced = ctx.sites
+        if site is not None and reduction is not None:
+            _record_reduced(site, backprops, kept if is_reduced else reduction.run(kept), reduction)
+        elif site is not None:
+            _record(site, Convolution(backprops, kept, ctx.geometry, tuple(kernel.shape)))
         if bias_site is not None:
             bias_site.record_dense(sum_positions(widen(backprops).flatten(2).transpose(1, 2)))
         gradient = None
@@ -211,20 +259,23 @@ class _Convolution(torch.autograd.Function):
         return gradient, None, None, None, None, None, None
 
 
-def _record(site: Site, backprops: Tensor, kept: Tensor, kernel: Tensor, geometry: Geometry, is_reduced: bool) -> None:
-    factor = Convolution(backprops, kept, geometry, tuple(kernel.shape))
-    if is_reduced:
-        site.record_outer(backprops.flatten(2).transpose(1, 2), kept.flatten(2).transpose(1, 2), kept=Axis.COLS)
-    elif geometry.groups > 1 or site.weight is None or not _is_identity(site):
+def _record(site: Site, factor: Convolution) -> None:
+    if factor.geometry.groups > 1 or site.weight is None or not site.weight.compression.is_identity:
         site.record_dense(factor.dense())
-    elif len(backprops) == site.collector.batch_size:
+    elif len(factor.backprops) == site.collector.batch_size:
         site.collector.record_factor(site.weight, factor.compacted())
     else:
-        site.record_outer(backprops.flatten(2).transpose(1, 2), geometry.patches(kept, tuple(kernel.shape[2:])))
+        site.record_outer(factor.rows, factor.patches)
 
 
-def _is_identity(site: Site) -> bool:
-    return site.weight is not None and site.weight.compression.is_identity
+def _record_reduced(site: Site, backprops: Tensor, kept: Tensor, reduction: Reduction) -> None:
+    factor = Convolution(backprops, kept, reduction.geometry, reduction.rest)
+    if not reduction.is_pixelwise:
+        site.record_outer(factor.rows, kept.flatten(2).mT, kept=Axis.COLS)
+    elif site.weight is not None and len(backprops) == site.collector.batch_size:
+        site.collector.record_factor(site.weight, factor.compacted())
+    else:
+        site.record_outer(factor.rows, factor.patches, kept=Axis.COLS)
 
 
 @rule(F.conv1d, F.conv2d, F.conv3d)
@@ -250,23 +301,23 @@ def _convolve(
     geometry = Geometry(_each(stride, dims), pads, _each(dilation, dims), groups)
     site = call.capture.site(weight)
     bias_site = None if bias is None else call.capture.site(bias)
-    kept, basis, is_reduced = None, None, False
+    kept, reduction, is_reduced = None, None, False
     if site is not None:
         kept = inputs.detach()
-        basis = _basis(site, weight, kept, groups)
-        if basis is not None and geometry.num_positions(kept, basis) * len(basis) < _WORTHWHILE * kept[0].numel():
+        reduction = _reduction(site, weight, geometry)
+        if reduction is not None and reduction.numel(kept) < _WORTHWHILE * kept[0].numel():
             is_reduced = True
             with torch.no_grad():
-                kept = geometry.run(kept, basis)
+                kept = reduction.run(kept)
     plain = None if bias is None else bias.detach()
-    sites = (site, bias_site, basis, is_reduced)
+    sites = (site, bias_site, reduction, is_reduced)
     return _Convolution.apply(inputs, weight.detach(), plain, kept, call.capture.anchor, geometry, sites)
 
 
-def _basis(site: Site, weight: Tensor, inputs: Tensor, groups: int) -> Tensor | None:
-    """Return the kernel that reduces the input under `weight` to what its sketch keeps, or None to keep the input whole."""
-    basis = site.weight.compression.basis(Axis.COLS) if site.weight is not None and groups == 1 else None
-    return None if basis is None else basis.T.reshape(-1, *weight.shape[1:]).to(inputs.dtype)
+def _reduction(site: Site, weight: Tensor, geometry: Geometry) -> Reduction | None:
+    """Return what reduces the input under `weight`, or None to keep it whole."""
+    basis = site.weight.compression.basis(Axis.COLS) if site.weight is not None and geometry.groups == 1 else None
+    return None if basis is None else Reduction(basis, geometry, tuple(weight.shape))
 
 
 def _each(value: int | tuple[int, ...], dims: int) -> tuple[int, ...]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
+
+from torch import Tensor
 
 from lowkey.boundary import Provenance
 from lowkey.checks import require_count, require_member
@@ -13,7 +16,7 @@ from lowkey.errors import ConfigError
 from lowkey.factors import Axis, Kind, ParameterSpec, wide_dtype
 from lowkey.methods.method import Start, Strategy
 from lowkey.optim import OnRefresh, Subspace
-from lowkey.sketch import Distribution, Identity, OneSided, Sketch, draw_basis
+from lowkey.sketch import Channels, Distribution, Identity, OneSided, Sketch, draw_basis
 
 
 class Side(Enum):
@@ -29,7 +32,8 @@ class Grape:
     """Sketch every matrix with a random basis that is redrawn now and then.
 
     Fields:
-        rank: Kept dimensions per matrix.
+        rank: Kept dimensions per matrix. Of a convolution's kernel, the nearest number of whole input channels with all their taps,
+            where that is at least one and at most half of them.
         refresh_every: Steps between two draws of the basis.
         side: The side to reduce. The input side is the default, because a layer then keeps its input already reduced.
         distribution: How the basis is drawn.
@@ -91,29 +95,29 @@ class _RandomBases:
         window = (step - 1) // self._method.refresh_every
         if window != self._window:
             self._window = window
-            drawn: dict[tuple[object, ...], OneSided] = {}
+            drawn: dict[tuple[object, ...], Tensor] = {}
             self._current = {name: self._draw(spec, self._axes[name], drawn) for name, spec in self._start.specs.items()}
         return self._current
 
-    def _draw(self, spec: ParameterSpec, axis: Axis | None, drawn: dict[tuple[object, ...], OneSided]) -> Sketch:
+    def _draw(self, spec: ParameterSpec, axis: Axis | None, drawn: dict[tuple[object, ...], Tensor]) -> Sketch:
         if axis is None:
             return Identity(spec.name, spec.shape)
-        weight = self._start.weights[spec.name]
+        weight, rank = self._start.weights[spec.name], self._method.rank
         width = spec.matrix_shape[0 if axis is Axis.ROWS else 1]
+        channels = _whole_channels(spec, axis, rank)
+        if channels:
+            width, rank = spec.shape[1], channels
         # Siblings that reduce axes of the same width share a basis, so that query, key and value share one product with their input.
-        key = (self._start.seed, self._window, spec.owner, width)
-        twin = drawn.get(key)
-        distribution = Distribution(self._method.distribution)
-        matrix = (
-            twin.matrix if twin else draw_basis(distribution, width, self._method.rank, key).to(weight.device, wide_dtype(weight.dtype))
-        )
-        sketch = OneSided(spec.name, spec.shape, axis, matrix, Provenance.RANDOM)
-        drawn.setdefault(key, sketch)
-        return sketch
+        key = (self._start.seed, self._window, spec.owner, width, rank)
+        if key not in drawn:
+            drawn[key] = draw_basis(Distribution(self._method.distribution), width, rank, key).to(weight.device, wide_dtype(weight.dtype))
+        if channels:
+            return Channels(spec.name, spec.shape, drawn[key], Provenance.RANDOM)
+        return OneSided(spec.name, spec.shape, axis, drawn[key], Provenance.RANDOM)
 
     def subspaces(self) -> Mapping[str, Subspace]:
         """Return every sketched matrix: its moments live in the sketch."""
-        return {name: sketch for name, sketch in self._current.items() if isinstance(sketch, OneSided)}
+        return {name: sketch for name, sketch in self._current.items() if isinstance(sketch, OneSided | Channels)}
 
     def state_dict(self) -> dict[str, object]:
         """Return nothing: the bases are a function of the seed and the step."""
@@ -136,6 +140,17 @@ def _axis(method: Grape, spec: ParameterSpec) -> Axis | None:
         axis = Axis.ROWS if (side is Side.INPUT) == (spec.kind is Kind.INPUT_FIRST) else Axis.COLS
     # A matrix whose other side is no wider than the rank, as a small classifier's head, has no gradient of a higher rank to sketch.
     return None if (cols if axis is Axis.ROWS else rows) <= method.rank else axis
+
+
+def _whole_channels(spec: ParameterSpec, axis: Axis, rank: int) -> int:
+    """Return how many input channels of a kernel to keep, each with all its taps; 0 to reduce channels and taps as one axis.
+
+    Both have the same expected error for the same number of columns, and pixels are much cheaper to reduce than patches.
+    """
+    taps = math.prod(spec.shape[2:])
+    channels = round(rank / taps)
+    can_be_kept = axis is Axis.COLS and 1 < taps <= rank and 2 * channels * taps <= spec.matrix_shape[1]
+    return channels if can_be_kept else 0
 
 
 def _check_rank(rank: int, specs: Mapping[str, ParameterSpec], axes: Mapping[str, Axis | None]) -> None:
