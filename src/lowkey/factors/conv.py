@@ -21,7 +21,7 @@ from lowkey.factors.collector import Axis
 from lowkey.factors.elementwise import sum_positions
 from lowkey.factors.factor import Dense, Factor, squared_norms_of, wide_dtype, widen
 from lowkey.factors.fallback import by_example
-from lowkey.factors.registry import Call, rule
+from lowkey.factors.registry import MARK, Call, rule
 
 _HARDLY_MORE = 1.25
 _WORTHWHILE = 0.5
@@ -190,13 +190,13 @@ class _Convolution(torch.autograd.Function):
         sites: tuple[Site | None, Site | None, Tensor | None, bool],
     ) -> Tensor:
         ctx.geometry, ctx.sites, ctx.input_shape = geometry, sites, inputs.shape
-        ctx.save_for_backward(kernel, kept)
+        ctx.save_for_backward(kernel, kept, MARK)
         return geometry.run(inputs, kernel, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, backprops: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override] # reason: torch types it with *args
-        kernel, kept = ctx.saved_tensors
+        kernel, kept, _ = ctx.saved_tensors
         site, bias_site, basis, is_reduced = ctx.sites
         if site is not None:
             kept = kept if basis is None or is_reduced else ctx.geometry.run(kept, basis)
