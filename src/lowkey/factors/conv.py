@@ -127,8 +127,8 @@ class Convolution:
         return torch.cat([part._squared_norms_by_products() for part in self._split(few)])
 
     def add_sum(self, total: Tensor, weights: Float[Tensor, " B"]) -> None:
-        scaled = widen(self.backprops) * weights.view(-1, *[1] * (self.backprops.dim() - 1))
-        total.add_(self.geometry.backward(scaled, widen(self.inputs), self._kernel(), of_input=False))
+        scaled = self.backprops.to(total.dtype) * weights.view(-1, *[1] * (self.backprops.dim() - 1))
+        total.add_(self.geometry.backward(scaled, self.inputs.to(total.dtype), total.view(self.shape), of_input=False))
 
     def dense(self) -> Tensor:
         few = max(1, _IN_CACHE // max(self.inputs[0].numel(), self.backprops[0].numel(), math.prod(self.shape)))
