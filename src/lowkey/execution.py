@@ -19,8 +19,8 @@ class Execution:
     """How a step is computed, as opposed to what it releases.
 
     Fields:
-        check_isolation: FIRST checks the first backward pass that holds two or more examples, at the cost of one more backward pass;
-            ALWAYS checks each one; NEVER leaves it to `lowkey.audit`.
+        check_isolation: FIRST checks the first backward pass that holds two or more examples, at the cost of one more backward pass,
+            and later ones until every parameter has had a gradient; ALWAYS checks each one; NEVER leaves it to `lowkey.audit`.
 
     Example:
         >>> Execution().check_isolation

@@ -58,6 +58,7 @@ class ClippedGradients:
         self._check = execution.check_isolation
         self._is_isolated = self._check is CheckIsolation.NEVER
         self._shown: set[str] = set()
+        self._has_shown_single_rows = False
         self._has_examples = False
         self._capture.set_constants(_constants(model, parameters))
         self._taps = Taps(model, self._capture, parameters)
@@ -121,6 +122,7 @@ class ClippedGradients:
                 self._compare(losses)
             else:
                 self._run_backward(losses, torch.ones_like(losses))
+                self._check_all_have_losses(losses)
             return self._collector.finish()
         finally:
             self._collector.abandon()
@@ -152,8 +154,20 @@ class ClippedGradients:
         self._run_backward(losses, torch.ones_like(losses), Record.BOTH)
         plain = self._collector.take_norms()
         self._shown |= check_isolation(weights, weighted, plain)
-        # PRIVACY: a gradient that was zero so far has shown nothing, so the next batch is checked as well.
-        self._is_isolated = all(name in self._shown for name, _ in plain)
+        self._has_shown_single_rows |= self._collector.has_one_row_a_loss
+        # PRIVACY: a gradient that was zero or missing so far has shown nothing, so the next batch is checked as well.
+        self._is_isolated = self._shown.issuperset(self._parameters)
+
+    def _check_all_have_losses(self, losses: Tensor) -> None:
+        """Refuse losses of a part of the examples that the model ran on, for rows are credited to losses in order."""
+        # PRIVACY: were an example left out, a loss would be credited with the rows of two, and both would share one limit.
+        if len(losses) > 1 and self._has_shown_single_rows and not self._collector.has_one_row_a_loss:
+            raise ShapeError(
+                f"{len(losses)} losses were given, and each operation of the model had several rows for each, where some had one before. "
+                "Rows are credited to losses in order, so each example that the model runs on needs its loss. "
+                "Multiply the losses of unwanted examples by zero in place of dropping them, or run the model on the others only. "
+                "If a loss really has several rows, pass execution=Execution(check_isolation=CheckIsolation.ALWAYS)."
+            )
 
     def _of_public(self, public: Public, part: Any) -> Mapping[str, Tensor]:
         reached = set(self._collector.reached)
@@ -178,11 +192,11 @@ class ClippedGradients:
 
     def _run_backward(self, losses: Tensor, weights: Tensor, record: Record = Record.FACTORS, *, again: bool = False) -> None:
         self._collector.begin(len(losses), record)
-        torch.autograd.backward(losses, weights, retain_graph=again)
-        raw = [name for name, parameter in self._model.named_parameters() if parameter.grad is not None]
-        for parameter in self._model.parameters():
-            # PRIVACY: no raw gradient may stay where an optimizer, a hook or a log could read it.
-            parameter.grad = None
+        try:
+            torch.autograd.backward(losses, weights, retain_graph=again)
+        finally:
+            # PRIVACY: no raw gradient may stay where an optimizer, a hook or a log could read it, also after a pass that failed.
+            raw = _drop_gradients(self._model)
         late = [name for name in raw if name not in self._parameters]
         if late:
             raise ConfigError(
@@ -206,6 +220,14 @@ def _block_shapes(sketches: Mapping[str, Sketch]) -> dict[str, tuple[int, ...]]:
     for sketch in sketches.values():
         shapes.update(sketch.blocks)
     return shapes
+
+
+def _drop_gradients(model: nn.Module) -> list[str]:
+    """Take every gradient off the parameters, and return the names of those that had one."""
+    found = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+    for parameter in model.parameters():
+        parameter.grad = None
+    return found
 
 
 def _constants(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

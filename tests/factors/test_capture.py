@@ -11,7 +11,7 @@ import torch
 from per_example import Watched, assert_caught, caught, distance, looped
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 EXAMPLES, POSITIONS, FEATURES = 4, 4, 3
 
@@ -236,3 +236,14 @@ def test_a_frozen_model_around_one_weight_is_left_alone() -> None:
 
     batch = sequence()
     assert distance(caught(model, first, batch), looped(model, first, batch)) < 1e-9
+
+
+@pytest.mark.parametrize(
+    "use", [lambda m, x: F.linear(x, m.layer.weight, m.scale), lambda m, x: x @ m.layer.weight], ids=["linear", "matmul"]
+)
+def test_a_checkpointed_function_does_not_take_inputs_for_weights(use: Callable[[Any, Tensor], Tensor]) -> None:
+    model = Apply(lambda m, x: checkpoint(lambda y: use(m, y.tanh()).tanh(), m.layer(x), use_reentrant=False))
+    # As many examples as features, so that a weight and an input have one shape.
+    batch = {"x": torch.randn(FEATURES, FEATURES)}
+    with pytest.raises(CheckpointError, match=r"[Rr]ecomput"):
+        caught(model, losses, batch)

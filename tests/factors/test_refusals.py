@@ -131,6 +131,37 @@ def test_the_check_waits_for_gradients_that_are_still_zero() -> None:
             private.backward(mixing(model, rows()))
 
 
+def test_the_check_waits_for_parameters_that_no_loss_has_reached_yet() -> None:
+    model = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh(), nn.Linear(FEATURES, FEATURES))
+    with attach(model) as private:
+        private.backward(model[0](rows()).square().sum(1))
+        with pytest.raises(lk.UnsupportedLayerError, match="examples are mixed"):
+            private.backward(centred(model, rows()))
+
+
+@pytest.mark.parametrize("kept", [EXAMPLES // 2, EXAMPLES // 3])
+def test_losses_of_a_part_of_the_examples_are_refused_after_the_first_batch_too(kept: int) -> None:
+    model = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh(), nn.Linear(FEATURES, FEATURES))
+    with attach(model) as private:
+        private.backward(squares(model, rows()))
+        private.step()
+        with pytest.raises(lk.ShapeError, match="each example that the model runs on needs its loss"):
+            private.backward(squares(model, rows())[:kept])
+
+
+def test_positions_that_a_layer_folds_into_rows_may_change_in_number() -> None:
+    def folded(module: nn.Module, x: Tensor) -> Tensor:
+        start, positions = module[0](x[:, 0]), module[0](x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        return (start + positions.sum(1)).square().sum(1)
+
+    model = nn.Sequential(nn.Linear(FEATURES, FEATURES))
+    with attach(model) as private:
+        for positions in (1, 3, 2):
+            private.backward(folded(model, torch.ones(EXAMPLES, positions, FEATURES)))
+            private.step()
+        assert private.num_steps_left == 2
+
+
 def test_an_operation_that_mixes_examples_inside_itself_is_refused() -> None:
     model = Apply(after=lambda m, x: torch.einsum("bi,i,ci->bi", x, m.scale, x))
     with pytest.raises(lk.UnsupportedLayerError, match="another result alone than in its batch"):

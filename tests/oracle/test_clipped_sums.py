@@ -88,6 +88,36 @@ def test_weights_move_by_the_clipped_mean_however_the_batch_is_split(sizes: tupl
         torch.testing.assert_close(moved, expected[name], rtol=1e-9, atol=1e-13)
 
 
+class Mixed(nn.Module):
+    """Layers in single precision, each family's factors among them, under a head in double precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Small().float()
+        self.conv = nn.Conv2d(1, 2, 3).float()
+        self.head = nn.Linear(2 * (POSITIONS - 2) * (VOCABULARY - 2), VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.conv(self.body(tokens)[:, None]).flatten(1).double())
+
+
+def test_layers_of_two_precisions_are_clipped_and_summed_in_the_longer_one() -> None:
+    def mixed_losses(model: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(model(batch["tokens"]), batch["tokens"][:, 0], reduction="none")
+
+    model, batch = Mixed(), tokens()
+    expected = clipped_sum({name: value.double() for name, value in looped(model, mixed_losses, batch).items()}, 0.5)
+    released: dict[str, Tensor] = {}
+    sgd = functools.partial(torch.optim.SGD, lr=1.0)
+    with lk.privatize(model, sgd, method=lk.DPSGD(), plan=a_plan(), clip_norm=0.5) as private:
+        private.on_release(lambda release: released.update({name: block.clone() for name, block in release.blocks.items()}))
+        private.backward(mixed_losses(model, batch))
+        private.step()
+    for name, value in expected.items():
+        # float32 gradients keep 1e-7 of themselves, and pass through some layers.
+        torch.testing.assert_close(released[name] * EXPECTED_BATCH_SIZE, value, rtol=1e-4, atol=1e-6)
+
+
 def sketches(model: nn.Module, axis: Axis) -> dict[str, OneSided]:
     """Sketch every parameter with at least two axes."""
     made: dict[str, OneSided] = {}

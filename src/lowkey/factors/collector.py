@@ -106,6 +106,7 @@ class Collector:
         self._reached: set[str] = set()
         self._derived: dict[Derived, Tensor] = {}
         self._norms: list[tuple[str, Tensor]] | None = None
+        self._fewest_rows: int | None = None
         self._keeps = True
         self._kept: tuple[weakref.ref[Tensor], int, Tensor, Tensor] | None = None
 
@@ -115,6 +116,7 @@ class Collector:
         self._blocks = {}
         self._derived = {}
         self._norms = None if record is Record.FACTORS else []
+        self._fewest_rows = None
         self._keeps = record is not Record.NORMS
 
     def finish(self) -> PerExample[Factor]:
@@ -153,6 +155,11 @@ class Collector:
         """The parameters that any backward pass has reached so far."""
         return self._reached
 
+    @property
+    def has_one_row_a_loss(self) -> bool:
+        """Whether some operation of the backward pass that is under way had no more rows than there are losses."""
+        return self._fewest_rows == self.batch_size
+
     def use(self, weights: Mapping[str, Weight]) -> None:
         """Sketch with new weights from the next forward pass on."""
         self._weights = dict(weights)
@@ -183,7 +190,7 @@ class Collector:
         """Take `sum_t rows_t cols_t^T` per example as one use of `target`."""
         rows, cols = self._by_example(rows, target), self._by_example(cols, target)
         if isinstance(target, Derived):
-            self._watch(target.label, Outer(rows, cols, ()))
+            self._watch(target.names, Outer(rows, cols, ()))
             self._meet_derived(target, Outer(rows, cols, tuple(target.value.shape)).dense())
             return
         self._check_current(target)
@@ -198,7 +205,7 @@ class Collector:
             gradients = gradients.reshape(batch, -1, *shape).sum(1)
         gradients = gradients.reshape(batch, *shape)
         if isinstance(target, Derived):
-            self._watch(target.label, Dense(gradients))
+            self._watch(target.names, Dense(gradients))
             self._meet_derived(target, gradients)
             return
         self._check_current(target)
@@ -212,7 +219,7 @@ class Collector:
     def _add(self, name: str, blocks: Mapping[str, Factor]) -> None:
         self._reached.add(name)
         for block_name, block in blocks.items():
-            self._watch(name, block)
+            self._watch((name,), block)
             if self._keeps:
                 self._blocks.setdefault(block_name, []).append(block)
 
@@ -223,9 +230,10 @@ class Collector:
                 "A sketch is fixed before its batch and released in the same step. Run the model again after private.step()."
             )
 
-    def _watch(self, name: str, factor: Factor) -> None:
+    def _watch(self, names: Sequence[str], factor: Factor) -> None:
         if self._norms is not None:
-            self._norms.append((name, factor.squared_norms()))
+            squares = factor.squared_norms()
+            self._norms += [(name, squares) for name in names]
 
     def _by_example(self, side: Side, target: Weight | Derived) -> Side:
         if isinstance(side, OneHot):
@@ -243,6 +251,8 @@ class Collector:
                 "The first axis of every input must be the examples', so that each row belongs to one loss. "
                 "Put the batch axis first (batch_first=True) and return one loss per example."
             )
+        if num_rows:
+            self._fewest_rows = min(num_rows, self._fewest_rows or num_rows)
         return batch
 
     def _meet_derived(self, derived: Derived, gradients: Tensor) -> None:

@@ -21,7 +21,7 @@ from lowkey.factors.collector import Axis
 from lowkey.factors.elementwise import sum_positions
 from lowkey.factors.factor import Dense, Factor, squared_norms_of, wide_dtype, widen
 from lowkey.factors.fallback import by_example
-from lowkey.factors.registry import Call, rule
+from lowkey.factors.registry import MARK, Call, rule
 
 _HARDLY_MORE = 1.25
 _WORTHWHILE = 0.5
@@ -137,8 +137,8 @@ class Convolution:
         return torch.cat([part._squared_norms_by_products() for part in self._split(few)])
 
     def add_sum(self, total: Tensor, weights: Float[Tensor, " B"]) -> None:
-        scaled = widen(self.backprops) * weights.view(-1, *[1] * (self.backprops.dim() - 1))
-        total.add_(self.geometry.backward(scaled, widen(self.inputs), self._kernel(), of_input=False))
+        scaled = self.backprops.to(total.dtype) * weights.view(-1, *[1] * (self.backprops.dim() - 1))
+        total.add_(self.geometry.backward(scaled, self.inputs.to(total.dtype), total.view(self.shape), of_input=False))
 
     def dense(self) -> Tensor:
         few = max(1, _IN_CACHE // max(self.inputs[0].numel(), self.backprops[0].numel(), math.prod(self.shape)))
@@ -237,13 +237,13 @@ class _Convolution(torch.autograd.Function):
         sites: tuple[Site | None, Site | None, Reduction | None, bool],
     ) -> Tensor:
         ctx.geometry, ctx.sites, ctx.input_shape = geometry, sites, inputs.shape
-        ctx.save_for_backward(kernel, kept)
+        ctx.save_for_backward(kernel, kept, MARK)
         return geometry.run(inputs, kernel, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, backprops: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override] # reason: torch types it with *args
-        kernel, kept = ctx.saved_tensors
+        kernel, kept, _ = ctx.saved_tensors
         site, bias_site, reduction, is_reduced = ctx.sites
         if site is not None and reduction is not None:
             _record_reduced(site, backprops, kept if is_reduced else reduction.run(kept), reduction)

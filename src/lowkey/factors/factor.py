@@ -89,7 +89,7 @@ class Dense:
         return torch.linalg.vector_norm(flat, dim=1).square()
 
     def add_sum(self, total: Tensor, weights: Float[Tensor, " B"]) -> None:
-        flat = widen(self.value).reshape(self.value.shape[0], -1)
+        flat = self.value.to(total.dtype).reshape(self.value.shape[0], -1)
         total.view(-1).addmv_(flat.T, weights)
 
     def dense(self) -> Tensor:
@@ -297,11 +297,11 @@ def _gather(values_BTW: Tensor, index_BS: Tensor) -> Float[Tensor, "B S T"]:
 def add_outer_sum(total: Float[Tensor, "R C"], rows: Side, cols: Side, weights: Float[Tensor, " B"]) -> None:
     """Add `sum_b weights_b sum_t rows_bt cols_bt^T` to the matrix `total`, in place."""
     if isinstance(rows, OneHot) and isinstance(cols, Tensor):
-        total.index_add_(0, rows.index.flatten(), (widen(cols) * weights[:, None, None]).flatten(0, 1))
+        total.index_add_(0, rows.index.flatten(), (cols.to(total.dtype) * weights[:, None, None]).flatten(0, 1))
     elif isinstance(rows, Tensor) and isinstance(cols, OneHot):
-        total.T.index_add_(0, cols.index.flatten(), (widen(rows) * weights[:, None, None]).flatten(0, 1))
+        total.T.index_add_(0, cols.index.flatten(), (rows.to(total.dtype) * weights[:, None, None]).flatten(0, 1))
     elif isinstance(rows, Tensor) and isinstance(cols, Tensor):
-        rows, cols = widen(rows), widen(cols)
+        rows, cols = rows.to(total.dtype), cols.to(total.dtype)
         # The thinner side is the cheaper one to scale.
         if rows.shape[2] <= cols.shape[2]:
             rows = rows * weights[:, None, None]

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from lowkey.errors import UnsupportedLayerError
 from lowkey.factors.capture import Site
-from lowkey.factors.registry import Call, anything, rule
+from lowkey.factors.registry import MARK, Call, anything, rule
 
 
 class _ByExample(torch.autograd.Function):
@@ -25,13 +25,13 @@ class _ByExample(torch.autograd.Function):
     def forward(ctx: Any, replay: _Replay, anchor: Tensor, *tensors: Tensor) -> Tensor:
         output = replay.run(tensors)
         ctx.replay = replay
-        ctx.save_for_backward(*tensors, output)
+        ctx.save_for_backward(*tensors, output, MARK)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, backprops: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override] # reason: torch types it with *args
-        *tensors, output = ctx.saved_tensors
+        *tensors, output, _ = ctx.saved_tensors
         gradients = ctx.replay.gradients(tensors, output, backprops)
         inputs: list[Tensor | None] = [None] * len(gradients)
         for i, gradient in enumerate(gradients):

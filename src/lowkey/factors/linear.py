@@ -16,7 +16,7 @@ from lowkey.factors.capture import Site
 from lowkey.factors.collector import Axis
 from lowkey.factors.elementwise import ROW_REPLAYS, sum_positions
 from lowkey.factors.fallback import by_example
-from lowkey.factors.registry import Call, rule
+from lowkey.factors.registry import MARK, Call, rule
 
 
 class _Product(torch.autograd.Function):
@@ -33,13 +33,13 @@ class _Product(torch.autograd.Function):
         sites: tuple[Site | None, Site | None],
     ) -> Tensor:
         ctx.sites = sites
-        ctx.save_for_backward(weight, kept)
+        ctx.save_for_backward(weight, kept, MARK)
         return F.linear(inputs, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, backprops: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override] # reason: torch types it with *args
-        weight, kept = ctx.saved_tensors
+        weight, kept, _ = ctx.saved_tensors
         weight_site, bias_site = ctx.sites
         # Attention hands back gradients in the layout of its heads; one copy here saves one in every product below.
         backprops = backprops.contiguous()

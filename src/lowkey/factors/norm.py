@@ -18,7 +18,7 @@ from lowkey.factors.capture import Site
 from lowkey.factors.elementwise import per_example
 from lowkey.factors.factor import widen
 from lowkey.factors.fallback import by_example
-from lowkey.factors.registry import Call, guard, rule
+from lowkey.factors.registry import MARK, Call, guard, rule
 
 _Sites = tuple[Site | None, Site | None]
 
@@ -35,13 +35,13 @@ class _LayerNorm(torch.autograd.Function):
     ) -> Tensor:
         output, mean, rstd = torch.native_layer_norm(inputs, shape, weight, bias, eps)
         ctx.shape, ctx.sites = shape, sites
-        ctx.save_for_backward(inputs, mean, rstd, weight, bias)
+        ctx.save_for_backward(inputs, mean, rstd, weight, bias, MARK)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, backprops: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override] # reason: torch types it with *args
-        inputs, mean, rstd, weight, bias = ctx.saved_tensors
+        inputs, mean, rstd, weight, bias, _ = ctx.saved_tensors
         weight_site, bias_site = ctx.sites
         if weight_site is not None or bias_site is not None:
             scale, shift = _layer_norm_sums(backprops, inputs, mean, rstd, ctx.shape)
@@ -81,13 +81,13 @@ class _GroupNorm(torch.autograd.Function):
         ctx.sizes = (inputs.shape[0], inputs.shape[1], inputs[0, 0].numel(), groups)
         output, mean, rstd = torch.native_group_norm(inputs, weight, bias, *ctx.sizes, eps)
         ctx.sites = sites
-        ctx.save_for_backward(inputs, mean, rstd, weight)
+        ctx.save_for_backward(inputs, mean, rstd, weight, MARK)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, backprops: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override] # reason: torch types it with *args
-        inputs, mean, rstd, weight = ctx.saved_tensors
+        inputs, mean, rstd, weight, _ = ctx.saved_tensors
         weight_site, bias_site = ctx.sites
         batch, channels, size, groups = ctx.sizes
         # With every channel of every example a channel of its own, torch's sums over the batch are sums over one example.

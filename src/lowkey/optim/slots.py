@@ -74,16 +74,19 @@ class Slots:
             for block in blocks:
                 slot = self._slots[block]
                 slot.grad = gradients[block].to(slot.dtype).reshape(slot.shape)
-        self._decay()
-        self.optimizer.step()
+        try:
+            self._decay()
+            self.optimizer.step()
+        finally:
+            # Left behind by a step that was interrupted, they would look like raw gradients to the next backward pass.
+            for slot in self._slots.values():
+                slot.grad = None
         with torch.no_grad():
             for name, subspace in self._subspaces.items():
                 proxies = self._proxies(name)
                 subspace.move(self._parameters[name], proxies)
                 for proxy in proxies.values() if subspace.is_centred else ():
                     proxy.zero_()
-        for slot in self._slots.values():
-            slot.grad = None
 
     def _proxies(self, name: str) -> dict[str, nn.Parameter]:
         return {block: self._slots[block] for block in self._blocks[name]}
