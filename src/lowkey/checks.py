@@ -25,6 +25,14 @@ def require_count(name: str, value: SupportsIndex) -> int:
     return count
 
 
+def require_seed(name: str, value: SupportsIndex) -> int:
+    """Return ``value`` as an int, or raise `ConfigError`."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ConfigError(f"{name}={value!r} is a {type(value).__name__}. A seed names random numbers, so it must be an int.") from None
+
+
 def require_delta(delta: float) -> float:
     """Return ``delta`` as a float strictly between 0 and 1, or raise `ConfigError`."""
     if not 0.0 < require_number("delta", delta) < 1.0:

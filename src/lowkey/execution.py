@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from lowkey.checks import require_member
+
 
 class CheckIsolation(Enum):
     """When a backward pass also checks that no example touches another's gradient."""
@@ -28,3 +30,6 @@ class Execution:
     """
 
     check_isolation: CheckIsolation = CheckIsolation.FIRST
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "check_isolation", require_member(CheckIsolation, "check_isolation", self.check_isolation))
