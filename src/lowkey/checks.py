@@ -12,6 +12,13 @@ from lowkey.errors import ConfigError
 Choice = TypeVar("Choice", bound=Enum)
 
 
+class Word(Enum):
+    """A choice that users may pass by its word, and that statements write as that word."""
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
 def require_count(name: str, value: SupportsIndex) -> int:
     """Return ``value`` as an int of at least 1, or raise `ConfigError`."""
     try:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
-from lowkey.checks import require_member
+from lowkey.checks import Word, require_member
 
 
-class CheckIsolation(Enum):
+class CheckIsolation(Word):
     """When a backward pass also checks that no example touches another's gradient."""
 
     FIRST = "first"
@@ -26,7 +25,7 @@ class Execution:
 
     Example:
         >>> Execution().check_isolation
-        <CheckIsolation.FIRST: 'first'>
+        'first'
     """
 
     check_isolation: CheckIsolation = CheckIsolation.FIRST

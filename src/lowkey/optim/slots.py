@@ -6,13 +6,13 @@ A slot is the weight itself, or a proxy for a block of its subspace; what the op
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lowkey.boundary import Released
+from lowkey.checks import Word
 from lowkey.errors import ConfigError
 from lowkey.optim.subspace import Subspace
 from lowkey.sketch import Sketch
@@ -24,7 +24,7 @@ GroupOptions = Callable[[str], Mapping[str, Any]]
 """Optimizer options of a parameter, by its name."""
 
 
-class OnRefresh(Enum):
+class OnRefresh(Word):
     """What becomes of the optimizer's moments when a basis is redrawn."""
 
     KEEP = "keep"
