@@ -12,6 +12,13 @@ from lowkey.errors import ConfigError
 Choice = TypeVar("Choice", bound=Enum)
 
 
+class Word(Enum):
+    """A choice that users may pass by its word, and that statements write as that word."""
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
 def require_count(name: str, value: SupportsIndex) -> int:
     """Return ``value`` as an int of at least 1, or raise `ConfigError`."""
     try:
@@ -23,6 +30,14 @@ def require_count(name: str, value: SupportsIndex) -> int:
     if count < 1:
         raise ConfigError(f"{name}={count} is too small. It counts something that a run needs, so it must be at least 1.")
     return count
+
+
+def require_seed(name: str, value: SupportsIndex) -> int:
+    """Return ``value`` as an int, or raise `ConfigError`."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ConfigError(f"{name}={value!r} is a {type(value).__name__}. A seed names random numbers, so it must be an int.") from None
 
 
 def require_delta(delta: float) -> float:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+
+from lowkey.checks import Word, require_member
 
 
-class CheckIsolation(Enum):
+class CheckIsolation(Word):
     """When a backward pass also checks that no example touches another's gradient."""
 
     FIRST = "first"
@@ -24,7 +25,10 @@ class Execution:
 
     Example:
         >>> Execution().check_isolation
-        <CheckIsolation.FIRST: 'first'>
+        'first'
     """
 
     check_isolation: CheckIsolation = CheckIsolation.FIRST
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "check_isolation", require_member(CheckIsolation, "check_isolation", self.check_isolation))

@@ -206,8 +206,8 @@ class ClippedGradients:
         if raw:
             raise UnsupportedLayerError(
                 f"'{raw[0]}' was used where lowkey cannot see it, so its gradient arrived summed over the batch. "
-                "Uses inside a custom autograd.Function, or outside the forward pass of a module of the model, are not caught. "
-                "Compute with it inside a module's forward, or freeze it with requires_grad_(False)."
+                "Uses before privatize, in a custom autograd.Function, or outside the forward pass of the model's modules are not caught. "
+                "Compute with it inside a module's forward after privatize, or freeze it with requires_grad_(False)."
             )
 
 

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from lowkey.account import Head, History, Ledger, Plan, Statement, open_ledger
 from lowkey.account.header import check_same_run, header_from_json, header_to_json
 from lowkey.boundary import Public, Released
+from lowkey.checkpoint import check_checkpoint, identify
 from lowkey.errors import ConfigError, PrivacyBoundaryError
 from lowkey.execution import CheckIsolation, Execution
-from lowkey.factors import Selection, describe, refuse_coupling, select
+from lowkey.factors import Selection, describe, refuse_coupling, require_module, select
 from lowkey.gradients import ClippedGradients, Losses
 from lowkey.methods import Method
 from lowkey.methods.method import Start
@@ -126,6 +127,7 @@ class Private:
     """
 
     def __init__(self, model: nn.Module, optimizer: OptimizerFactory, setting: Setting) -> None:
+        require_module(model)
         refuse_coupling(model)
         self._setting = setting
         self._model = model
@@ -295,8 +297,7 @@ class Private:
     def state_dict(self) -> dict[str, Any]:
         """Return all that a resumed run needs besides the model's own state and randomness."""
         return {
-            "version": 2,
-            "method": repr(self._setting.method),
+            **self._identity(),
             "run": header_to_json(self._ledger.header),
             "seed": self._setting.seed,
             "step": self._step,
@@ -309,7 +310,7 @@ class Private:
         """Go on from a checkpoint; load the model's own state first.
 
         Raises:
-            ConfigError: The checkpoint is another method's.
+            ConfigError: The checkpoint is of another method, optimizer or model.
             LedgerError: The ledger is not the checkpoint's, or has lost releases since, or this run has other noise or sampling.
 
         Guarantee:
@@ -321,11 +322,7 @@ class Private:
                 f"this run has made {self._ledger.num_intents} steps already. "
                 "A checkpoint is loaded before the first step. Call privatize again."
             )
-        if state.get("version") != 2 or state.get("method") != repr(self._setting.method):
-            raise ConfigError(
-                f"the checkpoint is of {state.get('method')} (format {state.get('version')}), and this run of {self._setting.method!r}. "
-                "A run goes on with the method that it began with. Pass the same method to privatize."
-            )
+        check_checkpoint(state, self._identity())
         # PRIVACY: the releases before the checkpoint are charged at this run's noise and rate, so those must be the ones that were used.
         check_same_run(header_from_json(state["run"]), self._setting.header)
         head = Head(**state["ledger"])
@@ -353,6 +350,9 @@ class Private:
         self.close()
 
     # -- small parts ---------------------------------------------------------------------------------------------------
+
+    def _identity(self) -> dict[str, Any]:
+        return identify(self._setting.method, self.optimizer, self._parameters)
 
     def _start(self) -> Start:
         return Start(specs=self._specs, weights=self._parameters, seed=self._setting.seed, public_gradients=self._public_gradients)

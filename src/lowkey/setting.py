@@ -8,12 +8,21 @@ import os
 from dataclasses import dataclass
 
 from lowkey.account import NoiseOrigin, Plan, RunHeader
+from lowkey.checks import require_seed
 from lowkey.errors import ConfigError
 from lowkey.execution import Execution
 from lowkey.factors import Selection
 from lowkey.methods import Method
 from lowkey.optim import GroupOptions
 from lowkey.release import NoiseSource, SecureNoise
+
+_KINDS = {
+    "method": ("start", "a method", "lk.DPSGD()"),
+    "noise": ("add_", "a noise source", "lk.SystemNoise()"),
+    "plan": ("noise_multiplier", "a plan", "lk.calibrate(...)"),
+    "execution": ("check_isolation", "an Execution", "lk.Execution()"),
+}
+"""What each of these arguments must have, what to call it, and what to pass."""
 
 _SMALLEST_CLIP_NORM, _LARGEST_CLIP_NORM = 1e-8, 1e15
 
@@ -34,6 +43,10 @@ class Setting:
     seed: int
 
     def __post_init__(self) -> None:
+        self._check_kinds()
+        self._check_clip_norm()
+
+    def _check_clip_norm(self) -> None:
         clip_norm = self.clip_norm
         # Users pass what they like, whatever the annotation says.
         if not isinstance(clip_norm, int | float) or isinstance(clip_norm, bool) or not clip_norm > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -49,13 +62,18 @@ class Setting:
                 f"clip_norm={clip_norm!r} is out of reach of float32, in which norms are taken. "
                 f"It must lie in [{_SMALLEST_CLIP_NORM:g}, {_LARGEST_CLIP_NORM:g}]. Scale the losses by a public constant."
             )
-        for name, wanted in (("method", "start"), ("noise", "add_"), ("plan", "noise_multiplier")):
+
+    def _check_kinds(self) -> None:
+        for name, (wanted, kind, example) in _KINDS.items():
             value = getattr(self, name)
             if isinstance(value, type) or not hasattr(value, wanted):
-                raise ConfigError(
-                    f"{name}={value!r} is not a {name}. "
-                    "Pass an instance, as method=lk.DPSGD(), noise=lk.SystemNoise(), plan=lk.calibrate(...)."
-                )
+                raise ConfigError(f"{name}={value!r} is not {kind}. It must be an instance. Pass one, as {name}={example}.")
+        if self.groups is not None and not callable(self.groups):
+            raise ConfigError(
+                f"groups is a {type(self.groups).__name__}. It must be a function of a parameter's name, for the optimizer may step other "
+                'tensors than the model\'s. Pass groups=lambda name: {"weight_decay": 0.0 if name.endswith("bias") else 0.01}.'
+            )
+        require_seed("seed", self.seed)
 
     @property
     def header(self) -> RunHeader:

@@ -92,9 +92,18 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "method's class": ({"method": lk.DPSGD}, "instance"),
     "noise's class": ({"noise": lk.SystemNoise}, "instance"),
     "plan's class": ({"plan": lk.Plan}, "instance"),
+    "noise that is none": ({"noise": 1.0}, "a noise source"),
+    "execution's class": ({"execution": lk.Execution}, "instance"),
+    "execution as a dictionary": ({"execution": {"check_isolation": "never"}}, "an Execution"),
+    "seed text": ({"seed": "a"}, "must be an int"),
+    "a list of groups": ({"groups": [{"lr": 0.1}]}, "groups is a list"),
+    "an optimizer that was built": ({"optimizer": torch.optim.SGD(Mlp().parameters(), lr=0.1)}, "optimizer is a SGD"),
+    "an optimizer's name": ({"optimizer": "adam"}, "optimizer is a str"),
     "optimizer that is none": ({"optimizer": lambda tensors: None}, "torch optimizer"),
     "LBFGS": ({"optimizer": torch.optim.LBFGS}, "LBFGS"),
     "unknown name": ({"trainable": ["nobody"]}, "nobody"),
+    "one name without a list": ({"trainable": "body.0.bias"}, "'body.0.bias' is not a list"),
+    "tensors in place of names": ({"trainable": [torch.zeros(2)]}, r"\['Tensor'\]"),
     "nothing trainable": ({"trainable": []}, "no parameter"),
     "rank above the layer": ({"method": lk.Grape(rank=20)}, "rank"),
     "no matrix": ({"method": lk.Grape(rank=2), "trainable": ["body.0.bias"]}, "no matrix"),
@@ -109,6 +118,28 @@ def test_arguments_that_cannot_mean_what_they_say_are_refused(name: str) -> None
         attach(model, **changes)
     # Nothing of the attempt is left on the model.
     attach(model).close()
+
+
+def test_names_may_come_from_a_generator() -> None:
+    with attach(Mlp(), trainable=(name for name in ["body.0.weight"])) as private:
+        assert list(private.sketches) == ["body.0.weight"]
+
+
+def test_model_and_optimizer_in_the_wrong_order_are_refused() -> None:
+    with pytest.raises(lk.ConfigError, match="model is a partial"):
+        lk.privatize(ADAM, Mlp(), method=lk.DPSGD(), plan=PLAN, clip_norm=1.0)
+
+
+@pytest.mark.parametrize(
+    "call", [lambda: lk.Execution(check_isolation="nver"), lambda: lk.SeededNoise("a")], ids=["Execution", "SeededNoise"]
+)
+def test_a_misspelt_choice_and_a_seed_in_words_are_refused(call: Callable[[], object]) -> None:
+    with pytest.raises(lk.ConfigError, match="must be"):
+        call()
+
+
+def test_a_choice_may_be_given_by_its_word() -> None:
+    assert lk.Execution(check_isolation="never").check_isolation is lk.CheckIsolation.NEVER
 
 
 @pytest.mark.parametrize(
@@ -134,7 +165,7 @@ def test_a_delta_at_which_one_example_may_be_published_is_refused() -> None:
 
 def test_an_optimizer_over_other_tensors_is_refused() -> None:
     model = Mlp()
-    with pytest.raises(lk.ConfigError, match="exactly the tensors"):
+    with pytest.raises(lk.ConfigError, match=r"exactly the 8 tensors .*0 are missing, 2 are others"):
         attach(model, optimizer=lambda _: torch.optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -216,11 +247,37 @@ def test_a_loss_that_couples_examples_is_refused_before_anything_is_charged() ->
         assert private.num_steps_left == PLAN.num_steps
 
 
-def test_a_checkpoint_of_another_method_is_refused() -> None:
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "method": ({"method": lk.Grape(rank=4)}, "method=DPSGD"),
+    "optimizer": ({"optimizer": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)}, "optimizer_class=Adam"),
+    "parameters": ({"trainable": ["body.0.weight", "body.0.bias"]}, "weights="),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_checkpoint_of_another_run_is_refused_by_name_before_anything_is_charged(name: str) -> None:
+    changes, words = OTHERS[name]
     with attach(Mlp()) as private:
+        private.backward(cross_entropy(private.model, batch_of()))
+        private.step()
         state = private.state_dict()
-    with attach(Mlp(), method=lk.Grape(rank=4)) as private, pytest.raises(lk.ConfigError, match="same method"):
+    with attach(Mlp(), **changes) as private:
+        with pytest.raises(lk.ConfigError, match=words):
+            private.load_state_dict(state)
+        assert private.num_steps_left == PLAN.num_steps
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_the_shape_that_differs() -> None:
+    with attach(nn.Linear(12, 4)) as private:
+        state = private.state_dict()
+    with attach(nn.Linear(12, 5)) as private, pytest.raises(lk.ConfigError, match=r"'weight': \[4, 12\].*'weight': \[5, 12\]"):
         private.load_state_dict(state)
+
+
+def test_a_state_that_is_no_private_state_is_refused_with_what_it_holds() -> None:
+    model = Mlp()
+    with attach(model) as private, pytest.raises(lk.ConfigError, match=r"frozen\.weight.*state_dict\(\)"):
+        private.load_state_dict(model.state_dict())
 
 
 def test_a_checkpoint_is_loaded_before_the_first_step() -> None:

@@ -162,6 +162,30 @@ def test_positions_that_a_layer_folds_into_rows_may_change_in_number() -> None:
         assert private.num_steps_left == 2
 
 
+@pytest.mark.parametrize("scale", [1e4, 1e6, 1e12])
+@pytest.mark.parametrize("activation", [nn.Tanh, nn.Sigmoid])
+def test_inputs_that_saturate_a_network_are_not_taken_for_coupling(activation: type[nn.Module], scale: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(FEATURES, FEATURES), activation(), nn.Linear(FEATURES, FEATURES))
+    # Of the first row, every unit is saturated, so that its gradient is zero beside inputs that are huge.
+    backward(model, scale * rows())
+
+
+def test_a_zero_gradient_beside_huge_inputs_shows_nothing_yet() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh(), nn.Linear(FEATURES, FEATURES))
+
+    def centred_inside(module: nn.Module, x: Tensor) -> Tensor:
+        hidden = module[0](x).tanh()
+        return module[2](hidden - hidden.mean(0)).square().sum(1)
+
+    with attach(model) as private:
+        private.backward(squares(model, 1e6 * rows()))
+        private.step()
+        with pytest.raises(lk.UnsupportedLayerError, match=r"'0\.weight'.*examples are mixed"):
+            private.backward(centred_inside(model, rows()))
+
+
 def test_an_operation_that_mixes_examples_inside_itself_is_refused() -> None:
     model = Apply(after=lambda m, x: torch.einsum("bi,i,ci->bi", x, m.scale, x))
     with pytest.raises(lk.UnsupportedLayerError, match="another result alone than in its batch"):

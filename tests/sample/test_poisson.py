@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from lowkey.account import Plan, TruncatedPoisson, Unsampled
 from lowkey.errors import ConfigError
@@ -186,6 +186,7 @@ class Stream(IterableDataset[int]):
         (TensorDataset(X[:19]), "dataset has 19 examples but the plan was made for num_examples=20"),
         ((X, Y), r"TensorDataset\(\*dataset\)"),
         ({"x": X, "y": Y}, "counts columns or splits"),
+        (DataLoader(TensorDataset(X), batch_size=4), r"Pass loader\.dataset"),
         (Stream(), "stream cannot be sampled"),
         (iter(range(20)), "without len"),
     ],

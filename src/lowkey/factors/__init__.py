@@ -11,7 +11,7 @@ from lowkey.factors.capture import Capture
 from lowkey.factors.collector import Axis, Collector, Compression, Record, Weight
 from lowkey.factors.factor import Dense, Factor, OneHot, Outer, wide_dtype
 from lowkey.factors.isolation import check_isolation, isolation_weights
-from lowkey.factors.layout import Kind, ParameterSpec, Selection, describe, refuse_coupling, select
+from lowkey.factors.layout import Kind, ParameterSpec, Selection, describe, refuse_coupling, require_module, select
 from lowkey.factors.probe import probe
 from lowkey.factors.taps import Taps
 
@@ -38,6 +38,7 @@ __all__ = [
     "isolation_weights",
     "probe",
     "refuse_coupling",
+    "require_module",
     "select",
     "wide_dtype",
 ]

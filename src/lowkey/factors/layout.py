@@ -58,14 +58,7 @@ def select(model: nn.Module, trainable: Selection) -> dict[str, nn.Parameter]:
     elif callable(trainable):
         chosen = {name: parameter for name, parameter in everything.items() if trainable(name, parameter)}
     else:
-        unknown = [name for name in trainable if name not in everything]
-        if unknown or isinstance(trainable, str):
-            raise ConfigError(
-                f"trainable names {unknown or trainable!r}, which is not a parameter of the model. "
-                "It must hold names from model.named_parameters(), or be a function of (name, parameter). "
-                f"The first names are {list(everything)[:5]}."
-            )
-        chosen = {name: everything[name] for name in trainable}
+        chosen = _named(everything, trainable)
     if not chosen:
         raise ConfigError(
             "no parameter is trainable. A private step needs at least one. Set requires_grad=True, or pass trainable=[names]."
@@ -80,6 +73,32 @@ def select(model: nn.Module, trainable: Selection) -> dict[str, nn.Parameter]:
                 f"'{name}' is on the meta device and holds no values. Materialise the model first, with model.to_empty() and its weights."
             )
     return chosen
+
+
+def _named(everything: Mapping[str, nn.Parameter], names: Collection[str]) -> dict[str, nn.Parameter]:
+    listed = list(names)
+    # A tensor is told by its type: its values are weights, and no error prints those.
+    unknown = [
+        name if isinstance(name, str) else type(name).__name__  # pyright: ignore[reportUnnecessaryIsInstance]  # users pass what they like
+        for name in listed
+        if name not in everything
+    ]
+    if unknown or isinstance(names, str):
+        raise ConfigError(
+            f"trainable={names if isinstance(names, str) else unknown!r} is not a list of the model's parameters. "
+            "It must hold names from model.named_parameters(), or be a function of (name, parameter). "
+            f"The first names are {list(everything)[:5]}."
+        )
+    return {name: everything[name] for name in listed}
+
+
+def require_module(model: object) -> None:
+    """Refuse what is no torch module, before anything else asks it for parameters."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model is a {type(model).__name__}. It must be a torch module, which is given first, and the optimizer second. "
+            "Write privatize(model, functools.partial(torch.optim.AdamW, lr=1e-3), ...)."
+        )
 
 
 def describe(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, ParameterSpec]:

@@ -68,7 +68,7 @@ class Taps:
             if isinstance(module.forward, Tap):
                 raise ConfigError(
                     f"{type(module).__name__} is already private. One model can be attached once. "
-                    "Call close() on the earlier Private object first."
+                    "Call close() on the earlier Private object first, or build the model anew if that object is lost."
                 )
         for module in modules:
             self._tapped.append((module, module.__dict__.get("forward")))

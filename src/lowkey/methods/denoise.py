@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
-from lowkey.checks import require_member
+from lowkey.checks import Word, require_member
 from lowkey.errors import ConfigError
 from lowkey.factors import Kind, ParameterSpec
 from lowkey.methods.method import FullGradient, Start, Strategy
@@ -14,7 +13,7 @@ from lowkey.refine.denoising import Denoising
 from lowkey.refine.shrink import check_kappa
 
 
-class Target(Enum):
+class Target(Word):
     """What is denoised."""
 
     GRADIENT = "gradient"
@@ -39,7 +38,7 @@ class Denoise:
 
     Example:
         >>> Denoise(kappa=1.05).target
-        <Target.GRADIENT: 'gradient'>
+        'gradient'
     """
 
     kappa: float = 1.02

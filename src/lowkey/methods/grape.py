@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from torch import Tensor
 
 from lowkey.boundary import Provenance
-from lowkey.checks import require_count, require_member
+from lowkey.checks import Word, require_count, require_member
 from lowkey.errors import ConfigError
 from lowkey.factors import Axis, Kind, ParameterSpec, wide_dtype
 from lowkey.methods.method import Start, Strategy
@@ -19,7 +18,7 @@ from lowkey.optim import OnRefresh, Subspace
 from lowkey.sketch import Channels, Distribution, Identity, OneSided, Sketch, draw_basis
 
 
-class Side(Enum):
+class Side(Word):
     """Which side of a layer's weight is sketched."""
 
     INPUT = "input"
@@ -48,7 +47,7 @@ class Grape:
 
     Example:
         >>> Grape(rank=16, refresh_every=100).side
-        <Side.INPUT: 'input'>
+        'input'
     """
 
     rank: int

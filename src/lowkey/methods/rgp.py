@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, assert_never
 
 import torch
 from torch import Tensor
 
 from lowkey.boundary import Provenance
-from lowkey.checks import require_count, require_member
+from lowkey.checks import Word, require_count, require_member
 from lowkey.errors import ConfigError
 from lowkey.factors import Axis, ParameterSpec, wide_dtype
 from lowkey.methods.matrices import input_axis, wide_matrices
@@ -21,7 +20,7 @@ from lowkey.sketch.carriers import Carriers, Core
 from lowkey.sketch.power_method import draw_carriers, draw_orthonormal, power_iteration
 
 
-class TrainedCarriers(Enum):
+class TrainedCarriers(Word):
     """Which carriers have a gradient: the left one's reduces a layer's input, the right one's its output."""
 
     BOTH = "both"
@@ -29,7 +28,7 @@ class TrainedCarriers(Enum):
     RIGHT = "right"
 
 
-class CarrierBasis(Enum):
+class CarrierBasis(Word):
     """Where carriers come from."""
 
     HISTORY = "history"
@@ -61,7 +60,7 @@ class RGP:
 
     Example:
         >>> RGP(rank=8, carriers="left").carriers
-        <TrainedCarriers.LEFT: 'left'>
+        'left'
     """
 
     rank: int

@@ -6,13 +6,13 @@ A slot is the weight itself, or a proxy for a block of its subspace; what the op
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lowkey.boundary import Released
+from lowkey.checks import Word
 from lowkey.errors import ConfigError
 from lowkey.optim.subspace import Subspace
 from lowkey.sketch import Sketch
@@ -24,7 +24,7 @@ GroupOptions = Callable[[str], Mapping[str, Any]]
 """Optimizer options of a parameter, by its name."""
 
 
-class OnRefresh(Enum):
+class OnRefresh(Word):
     """What becomes of the optimizer's moments when a basis is redrawn."""
 
     KEEP = "keep"
@@ -142,6 +142,12 @@ _SIGNED_MOMENTS = {"exp_avg", "momentum_buffer"}
 """State entries that transform like a gradient; squares do not rotate."""
 
 
+_WANTED = (
+    "It must be a function that takes tensors and returns a torch optimizer, for with a sketch these are not the model's own. "
+    "Pass functools.partial(torch.optim.AdamW, lr=1e-3)."
+)
+
+
 def _make_slots(name: str, parameter: nn.Parameter, subspace: Subspace | None) -> dict[str, nn.Parameter]:
     if subspace is None:
         return {name: parameter}
@@ -154,12 +160,11 @@ def _build(
     tensors: Sequence[Any] = list(slots.values())
     if groups is not None:
         tensors = [{"params": [slot], **groups(owners[block])} for block, slot in slots.items()]
+    if not callable(factory):
+        raise ConfigError(f"optimizer is a {type(factory).__name__}. {_WANTED}")
     optimizer = factory(tensors)
     if not isinstance(optimizer, torch.optim.Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance] # reason: users pass what they like
-        raise ConfigError(
-            f"optimizer made a {type(optimizer).__name__}. It must be a function that takes tensors and returns a torch optimizer. "
-            "Pass functools.partial(torch.optim.AdamW, lr=1e-3)."
-        )
+        raise ConfigError(f"optimizer made a {type(optimizer).__name__}. {_WANTED}")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError(
             "LBFGS evaluates the loss several times in a step, and each one would be a release. A step is one release. Use SGD or Adam."
@@ -168,7 +173,8 @@ def _build(
     missing = [block for block, slot in slots.items() if id(slot) not in stepped]
     if missing or len(stepped) != len(slots):
         raise ConfigError(
-            f"the optimizer was not given exactly the tensors it was called with (missing: {missing[:3]}). "
+            f"the optimizer does not step exactly the {len(slots)} tensors that it was called with "
+            f"({len(missing)} are missing, {len(stepped) - len(slots) + len(missing)} are others). "
             "With a sketch the optimizer steps proxies, not the model's own tensors. "
             "Build it from the argument of the function, not from model.parameters()."
         )

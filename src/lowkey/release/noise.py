@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lowkey.checks import require_seed
 from lowkey.errors import ConfigError, PrivacyBoundaryError
 from lowkey.release.box_muller import Reals, normals, num_words
 
@@ -195,7 +196,7 @@ class SeededNoise:
     __slots__ = ("_seed",)
 
     def __init__(self, seed: int) -> None:
-        self._seed = seed
+        self._seed = require_seed("seed", seed)
 
     @property
     def has_guarantee(self) -> bool:

@@ -77,6 +77,11 @@ def check_examples(examples: object, num_examples: int) -> None:
             f"dataset is a {kind}, so its length counts columns or splits. Examples are drawn by number. "
             "Pass one split, or torch.utils.data.TensorDataset(*columns.values())."
         )
+    if isinstance(examples, DataLoader):
+        raise ConfigError(
+            "dataset is a DataLoader, which has batches of its own. Examples are drawn one by one, each by its own coin. "
+            "Pass loader.dataset, and loader.collate_fn as collate_fn."
+        )
     if not (hasattr(examples, "__len__") and hasattr(examples, "__getitem__")):
         raise ConfigError(
             f"dataset is a {kind} without len() and indexing. Every example must be able to join any step, so a stream cannot be sampled. "

@@ -9,7 +9,6 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 
 import numpy as np
 import torch
@@ -17,10 +16,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lowkey.boundary import Blocks, Provenance
+from lowkey.checks import Word
 from lowkey.factors import Axis, Dense, Outer
 
 
-class Distribution(Enum):
+class Distribution(Word):
     """How the entries of a random basis are drawn; in each case `E[basis basis^T] = I`."""
 
     GAUSSIAN = "gaussian"
