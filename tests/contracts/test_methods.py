@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from allocations import EXAMPLES, LINEAR, watched
+from allocations import losses as losses_of_linear
 from audited import PLAN, Mlp, batch_of, cross_entropy, maker
 from torch import Tensor, nn
 
@@ -57,6 +59,9 @@ METHODS = {
     "DPZero": Row(lk.DPZero(scale=1e-3)),
     "NonPrivate": Row(lk.nonprivate.NonPrivate()),
     "NonPrivate Grape": Row(lk.nonprivate.NonPrivate(method=lk.Grape(rank=4, refresh_every=2))),
+    "NonPrivate RGP": Row(lk.nonprivate.NonPrivate(method=lk.RGP(rank=3, warmup_steps=2))),
+    "NonPrivate LoRA": Row(lk.nonprivate.NonPrivate(method=lk.LoRA(rank=3))),
+    "MeZO": Row(lk.nonprivate.NonPrivate(method=lk.DPZero(scale=1e-3))),
     "GaLore": Row(lk.nonprivate.GaLore(rank=3, refresh_every=2)),
 }
 every_method = pytest.mark.parametrize("name", METHODS)
@@ -235,6 +240,14 @@ def test_closing_gives_the_model_back(name: str) -> None:
     model(batch_of()["x"]).sum().backward()
     assert list(model.state_dict()) == names
     assert all((parameter.grad is None) == ("frozen" in name) for name, parameter in model.named_parameters())
+
+
+@every_method
+def test_no_method_forms_each_examples_gradient_in_full(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Where gradients must be multiplied out, they are a few rows at a time: as many as this many numbers, which here is one row.
+    monkeypatch.setattr("lowkey.sketch.shared._CHUNK_ELEMENTS", 1)
+    seen = watched(METHODS[name].on(lk.Public(LINEAR.inputs, losses_of_linear)), LINEAR, with_step=False)
+    assert seen.at_least(EXAMPLES * LINEAR.numel) == []
 
 
 # -- the identity sketch is torch's own optimizer ------------------------------------------------------------------------
