@@ -158,6 +158,12 @@ def test_grape_refuses_options_that_mean_nothing(options: dict[str, Any]) -> Non
         lk.Grape(**options)
 
 
+@pytest.mark.parametrize("method", [lk.Grape, None], ids=["a class", "nothing"])
+def test_what_is_no_method_is_refused_before_it_runs_without_privacy(method: Any) -> None:
+    with pytest.raises(lk.ConfigError, match="is not a method"):
+        lk.nonprivate.NonPrivate(method=method)
+
+
 def test_a_delta_at_which_one_example_may_be_published_is_refused() -> None:
     with pytest.raises(lk.ConfigError, match="num_examples"):
         lk.Plan(noise_multiplier=1.0, delta=0.02, num_examples=100, expected_batch_size=10, num_steps=5)

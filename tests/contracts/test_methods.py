@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from allocations import EXAMPLES, LINEAR, watched
+from allocations import losses as losses_of_linear
 from audited import PLAN, Mlp, batch_of, cross_entropy, maker
 from torch import Tensor, nn
 
@@ -57,9 +60,20 @@ METHODS = {
     "DPZero": Row(lk.DPZero(scale=1e-3)),
     "NonPrivate": Row(lk.nonprivate.NonPrivate()),
     "NonPrivate Grape": Row(lk.nonprivate.NonPrivate(method=lk.Grape(rank=4, refresh_every=2))),
+    "NonPrivate RGP": Row(lk.nonprivate.NonPrivate(method=lk.RGP(rank=3, warmup_steps=2))),
+    "NonPrivate LoRA": Row(lk.nonprivate.NonPrivate(method=lk.LoRA(rank=3))),
+    "MeZO": Row(lk.nonprivate.NonPrivate(method=lk.DPZero(scale=1e-3))),
     "GaLore": Row(lk.nonprivate.GaLore(rank=3, refresh_every=2)),
 }
 every_method = pytest.mark.parametrize("name", METHODS)
+
+OPTIMIZERS = {
+    "SGD": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "Adam": functools.partial(torch.optim.Adam, lr=0.01, weight_decay=0.1),
+    "AdamW": functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+    "AdamW foreach": functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, foreach=True),
+    "AdamW fused": functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, fused=True),
+}
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -201,6 +215,46 @@ def test_a_scheduler_attaches_to_the_optimizer(name: str) -> None:
 
 
 @every_method
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW"])
+def test_every_optimizer_steps_every_weight_that_is_trained(name: str, optimizer: str) -> None:
+    private, loss = maker(METHODS[name].method, optimizer=OPTIMIZERS[optimizer])(lk.SeededNoise(4))
+    with private:
+        before = weights_of(private)
+        take(private, loss, 3)
+        after = weights_of(private)
+        assert all(bool(torch.isfinite(value).all()) for value in after.values())
+        assert [name for name, value in after.items() if torch.equal(value, before[name])] == []
+
+
+@every_method
+def test_weight_decay_acts_on_the_real_weights(name: str) -> None:
+    quiet = dataclasses.replace(PLAN, noise_multiplier=0.0)
+    private, _ = maker(METHODS[name].method, optimizer=OPTIMIZERS["AdamW"], plan=quiet)(lk.SeededNoise(4))
+    with private:
+        # Factors of an adapter are parameters of their own and decay as such; while B is zero, nothing of it shows in the weight.
+        adapted = {name for name, subspace in private._strategy.space.subspaces().items() if not subspace.is_centred}
+        before = weights_of(private)
+        private.step()  # an empty batch without noise: a gradient of zero
+        for parameter, value in weights_of(private).items():
+            expected = before[parameter] * (1.0 if parameter in adapted else 1.0 - 0.01 * 0.1)
+            torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", [name for name, row in METHODS.items() if row.method.has_guarantee])
+def test_without_a_guarantee_a_method_is_itself_without_limit_and_noise(name: str) -> None:
+    method, quiet = METHODS[name].method, dataclasses.replace(PLAN, noise_multiplier=0.0)
+    runs = []
+    for given, plan, clip_norm in ((lk.nonprivate.NonPrivate(method=method), PLAN, 0.01), (method, quiet, float("inf"))):
+        torch.manual_seed(0)
+        model = Mlp()
+        with lk.privatize(model, OPTIMIZERS["Adam"], method=given, plan=plan, clip_norm=clip_norm, seed=0) as private:
+            take(private, functools.partial(cross_entropy, model), 3)
+            assert private.epsilon == float("inf")
+            runs.append(weights_of(private))
+    assert same(*runs)
+
+
+@every_method
 @pytest.mark.parametrize("check", list(lk.CheckIsolation))
 def test_execution_changes_neither_release_nor_charge(name: str, check: lk.CheckIsolation) -> None:
     runs = []
@@ -237,15 +291,16 @@ def test_closing_gives_the_model_back(name: str) -> None:
     assert all((parameter.grad is None) == ("frozen" in name) for name, parameter in model.named_parameters())
 
 
+@every_method
+def test_no_method_forms_each_examples_gradient_in_full(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Where gradients must be multiplied out, they are a few rows at a time: as many as this many numbers, which here is one row.
+    monkeypatch.setattr("lowkey.sketch.shared._CHUNK_ELEMENTS", 1)
+    seen = watched(METHODS[name].on(lk.Public(LINEAR.inputs, losses_of_linear)), LINEAR, with_step=False)
+    assert seen.at_least(EXAMPLES * LINEAR.numel) == []
+
+
 # -- the identity sketch is torch's own optimizer ------------------------------------------------------------------------
 
-OPTIMIZERS = {
-    "SGD": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
-    "Adam": functools.partial(torch.optim.Adam, lr=0.01, weight_decay=0.1),
-    "AdamW": functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
-    "AdamW foreach": functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, foreach=True),
-    "AdamW fused": functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, fused=True),
-}
 NO_NOISE = lk.Plan(noise_multiplier=0.0, delta=1e-3, num_examples=100, expected_batch_size=5, num_steps=10)
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import lowkey as lk
-from lowkey.factors.conv import Convolution, Geometry
+from lowkey.factors.kernels import Convolution, Geometry
+from lowkey.sketch.shared import coordinates_of_products
 
 GEOMETRIES = [
     Geometry((1, 1), (0, 0), (1, 1), 1),
@@ -29,7 +30,7 @@ def made(geometry: Geometry, batch: int = 3, kernel_size: tuple[int, ...] = (3, 
     inputs = torch.randn(batch, 4, 8, 7, generator=generator, dtype=torch.float64)
     shape = (8, 4 // geometry.groups, *kernel_size)
     outputs = geometry.run(inputs, torch.zeros(shape, dtype=torch.float64))
-    return Convolution(torch.randn(outputs.shape, generator=generator, dtype=torch.float64), inputs, geometry, shape)
+    return Convolution(torch.randn(outputs.shape, generator=generator, dtype=torch.float64), inputs, geometry, kernel_size, shape)
 
 
 def one_by_one(factor: Convolution) -> Tensor:
@@ -83,9 +84,36 @@ def test_products_of_patches_in_other_dimensions(kernel_size: tuple[int, ...]) -
 @pytest.mark.parametrize("kernel_size", [(3, 2), (6, 5), (8, 7)], ids=["many places", "some places", "one place"])
 def test_norms_of_a_cut_batch_are_those_of_each_example(kernel_size: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     factor = made(GEOMETRIES[0], kernel_size=kernel_size)
-    monkeypatch.setattr("lowkey.factors.conv._IN_CACHE", 1)
+    monkeypatch.setattr("lowkey.factors.kernels._IN_CACHE", 1)
     expected = one_by_one(factor).square().sum((1, 2, 3, 4))
     assert torch.allclose(factor.squared_norms(), expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("geometry", [geometry for geometry in GEOMETRIES if geometry.groups == 1], ids=str)
+def test_a_basis_reduces_either_side_without_the_kernels(geometry: Geometry) -> None:
+    factor = made(geometry)
+    flat = one_by_one(factor).flatten(2)
+    generator = torch.Generator().manual_seed(1)
+    left, right = (torch.randn(width, 2, generator=generator, dtype=torch.float64) for width in flat.shape[1:])
+    weights = torch.tensor([0.5, -2.0, 1.0], dtype=torch.float64)
+    for found, expected in (
+        (factor.times(right, (8, 2)), flat @ right),
+        (factor.times_from_left(left, (2, flat.shape[2])), left.T @ flat),
+    ):
+        assert torch.allclose(found.dense(), expected, rtol=0, atol=1e-12)
+        assert torch.allclose(found.squared_norms(), expected.square().sum((1, 2)), rtol=1e-9)
+        total = torch.ones(expected.shape[1:], dtype=torch.float64)
+        found.add_sum(total, weights)
+        assert torch.allclose(total, 1.0 + torch.einsum("b,brc->rc", weights, expected), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("few", [1, 1 << 24])
+def test_coordinates_of_kernels_are_taken_a_few_examples_at_a_time(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowkey.sketch.shared._CHUNK_ELEMENTS", few)
+    factor = made(GEOMETRIES[1])
+    matrix = torch.randn(5, *factor.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    expected = one_by_one(factor).flatten(1) @ matrix.flatten(1).T
+    assert torch.allclose(coordinates_of_products(factor, matrix), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("rank", "is_reduced"), [(1, True), (5, False)])

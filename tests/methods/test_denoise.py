@@ -125,6 +125,9 @@ def test_a_run_with_little_noise_passes_the_audit(name: str) -> None:
         ({"target": "weights"}, "target='weights' is not known. It must be one of 'gradient', 'momentum'"),
         ({"decay": 1.0}, r"decay=1.0 is no share. It must lie in \[0, 1\)"),
         ({"decay": -0.1}, "decay=-0.1 is no share"),
+        ({"decay": "0.9"}, "decay='0.9' is a str"),
+        ({"kappa": None}, "kappa=None is a NoneType"),
+        ({"kappa": True}, "kappa=True is a bool"),
     ],
 )
 def test_an_option_that_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:

@@ -244,7 +244,8 @@ def test_a_resumed_run_has_the_same_factors(dtype: torch.dtype) -> None:
         ({"rank": 0}, "rank=0"),
         ({"rank": 4, "alpha": 0.0}, "alpha=0.0"),
         ({"rank": 4, "alpha": math.inf}, "alpha=inf"),
-        ({"rank": 4, "alpha": math.nan}, "alpha=nan"),
+        ({"rank": 4, "alpha": math.nan}, "alpha is nan"),
+        ({"rank": 4, "alpha": "8"}, "alpha='8' is a str"),
         ({"rank": 4, "whole": "head"}, "single string"),
     ],
 )

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 import lowkey as lk
 from lowkey.boundary import Released
 from lowkey.refine.project import project, project_randomly
+from lowkey.sketch.shared import draw_directions
 
 RANK, EVERY, START = 3, 2, 2
 BOUNDS = [math.inf, 0.2]
@@ -68,7 +69,7 @@ class DensePDPSGD:
     def step(self, number: int, batch: Any) -> None:
         weights = trained(self.model)
         if number >= START and (number - START) % EVERY == 0:
-            self.directions = dense_directions(row_of(dense_gradients(self.model, self.public)), RANK)
+            self.directions = self.renewed((number - START) // EVERY)
         rows = row_of(dense_gradients(self.model, batch))
         if number >= START and self.sketch_first:
             rows = rows @ self.directions.T
@@ -78,6 +79,33 @@ class DensePDPSGD:
         for name, gradient in parts_of(mean, weights).items():
             weights[name].grad = gradient
         self.stepper.step()
+
+    def renewed(self, window: int) -> Tensor:
+        return dense_directions(row_of(dense_gradients(self.model, self.public)), RANK)
+
+
+class DenseRPDPSGD(DensePDPSGD):
+    """The same along Gaussian directions; shares with the library only the random numbers."""
+
+    def renewed(self, window: int) -> Tensor:
+        shapes = {name: tuple(weight.shape) for name, weight in trained(self.model).items()}
+        drawn = [draw_directions(shape, range(RANK), RANK, (window, "directions", 1, name)) for name, shape in shapes.items()]
+        return torch.cat([part.flatten(1) for part in drawn], 1)
+
+
+@pytest.mark.parametrize("sketch_first", [False, True])
+@pytest.mark.parametrize("bound", BOUNDS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_step_of_the_random_baseline_is_its_formula(optimizer: str, bound: float, sketch_first: bool) -> None:
+    build, batch = SUBJECTS["convolutions"]
+    model, dense = twins(build)
+    method = lk.RPDPSGD(rank=RANK, refresh_every=EVERY, start_step=START, sketch_first=sketch_first)
+    expected = DenseRPDPSGD(dense, None, OPTIMIZERS[optimizer], bound=bound, sketch_first=sketch_first)
+    with lk.privatize(model, OPTIMIZERS[optimizer], method=method, plan=NO_NOISE, clip_norm=bound, seed=1) as private:
+        for number in range(1, 6):
+            take(private, model, batch)
+            expected.step(number, batch)
+    assert_same_weights(model, dense, 1e-7)
 
 
 @pytest.mark.parametrize("sketch_first", [False, True])

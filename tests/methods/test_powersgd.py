@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
-from dense_steps import NOISE, OPTIMIZERS, SUBJECTS, Gradients, assert_same_weights, take, trained, twins
+from dense_steps import (
+    NO_NOISE,
+    NOISE,
+    OPTIMIZERS,
+    SUBJECTS,
+    Gradients,
+    assert_same_weights,
+    clipped_mean,
+    dense_gradients,
+    take,
+    trained,
+    twins,
+)
 from torch import Tensor
 
 import lowkey as lk
@@ -64,6 +77,22 @@ def test_powersgd_is_its_formula_on_the_releases(subject: str, optimizer: str) -
                 trained(dense)[name].grad = gradient
             stepper.step()
     assert_same_weights(model, dense)
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_without_noise_and_limit_it_is_its_formula_on_the_mean_gradient(subject: str) -> None:
+    build, batch = SUBJECTS[subject]
+    model, dense = twins(build)
+    formula, stepper = DensePowerSGD(MATRICES[subject]), OPTIMIZERS["AdamW"](list(trained(dense).values()))
+    method = lk.PowerSGD(rank=RANK)
+    with lk.privatize(model, OPTIMIZERS["AdamW"], method=method, plan=NO_NOISE, clip_norm=math.inf, seed=SEED) as private:
+        for _ in range(4):
+            take(private, model, batch)
+            means = clipped_mean(dense_gradients(dense, batch), math.inf, NO_NOISE.expected_batch_size)
+            for name, gradient in formula(means).items():
+                trained(dense)[name].grad = gradient
+            stepper.step()
+    assert_same_weights(model, dense, 1e-6)
 
 
 def release(step: int, *shape: int) -> Released:

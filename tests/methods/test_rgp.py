@@ -54,6 +54,8 @@ class DenseRGP:
         self.step = 0
 
     def carriers(self, name: str) -> tuple[Tensor, Tensor]:
+        if self.method.basis is CarrierBasis.RANDOM:
+            return draw_carriers(*self.weights[name].flatten(1).shape, self.method.rank, (SEED, "carriers", name, self.step))
         followed = self.weights[name].detach().clone()
         if self.method.basis is CarrierBasis.HISTORY and self.step > self.method.warmup_steps:
             followed -= self.first[name]
@@ -120,6 +122,8 @@ VARIANTS = {
     "left": {"carriers": "left"},
     "right": {"carriers": "right"},
     "warm": {"warm_start": True},
+    "random": {"basis": "random"},
+    "random left": {"basis": "random", "carriers": "left"},
 }
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lowkey.boundary import PerExample
 from lowkey.factors import Dense, Factor, Outer
-from lowkey.factors.conv import Convolution, Geometry
+from lowkey.factors.kernels import Convolution, Geometry
 from lowkey.release import ClippedSum
 
 CLIP_NORM = 1.0
@@ -37,7 +37,7 @@ def cancelling(seed: int, batch_size: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("seed", range(12))
 def test_terms_of_a_convolution_that_cancel_move_the_sum_by_at_most_the_clip_norm(seed: int, batch_size: int) -> None:
     inputs, backprops = cancelling(seed, batch_size)
-    factor = Convolution(backprops, inputs, Geometry((1, 1), (0, 0), (1, 1), 1), (2, 2, 1, 1))
+    factor = Convolution(backprops, inputs, Geometry((1, 1), (0, 0), (1, 1), 1), (1, 1), (2, 2, 1, 1))
     assert moved(factor, (2, 2, 1, 1), batch_size) <= CLIP_NORM * (1 + ROUNDING)
 
 
@@ -57,7 +57,7 @@ def test_the_precision_that_a_program_runs_in_reaches_neither_norms_nor_sums(set
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=setting == "autocast"):
             # Numbers that bfloat16 rounds upwards, each alone and all together.
             inputs, backprops = torch.full((1, 8, 12, 12), 1.0 + 11 * 2**-9), torch.full((1, 16, 10, 10), 1.0 + 11 * 2**-9)
-            factor = Convolution(backprops, inputs, Geometry((1, 1), (0, 0), (1, 1), 1), (16, 8, 3, 3))
+            factor = Convolution(backprops, inputs, Geometry((1, 1), (0, 0), (1, 1), 1), (3, 3), (16, 8, 3, 3))
             side = inputs.flatten(2)
             assert moved(factor, (16, 8, 3, 3), 1) == pytest.approx(CLIP_NORM, rel=1e-4)
             assert moved(Outer(side, side, (144, 144)), (144, 144), 1) == pytest.approx(CLIP_NORM, rel=1e-4)

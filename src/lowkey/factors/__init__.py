@@ -11,6 +11,7 @@ from lowkey.factors.capture import Capture
 from lowkey.factors.collector import Axis, Collector, Compression, Record, Weight
 from lowkey.factors.factor import Dense, Factor, OneHot, Outer, wide_dtype
 from lowkey.factors.isolation import check_isolation, isolation_weights
+from lowkey.factors.kernels import Convolution
 from lowkey.factors.layout import Kind, ParameterSpec, Selection, describe, refuse_coupling, require_module, select
 from lowkey.factors.probe import probe
 from lowkey.factors.taps import Taps
@@ -23,6 +24,7 @@ __all__ = [
     "Capture",
     "Collector",
     "Compression",
+    "Convolution",
     "Dense",
     "Factor",
     "Kind",

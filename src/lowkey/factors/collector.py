@@ -18,6 +18,7 @@ from torch import Tensor
 from lowkey.boundary import PerExample
 from lowkey.errors import PrivacyBoundaryError, ShapeError, UnsupportedLayerError
 from lowkey.factors.factor import Dense, Factor, OneHot, Outer, Side, combine, compact
+from lowkey.factors.kernels import Convolution
 
 
 class Axis(Enum):
@@ -54,8 +55,8 @@ class Compression(Protocol):
         """Whether the coordinates are the gradient itself."""
         ...
 
-    def compress(self, outer: Outer, kept: Axis | None) -> Mapping[str, Factor]:
-        """Sketch an outer product, into named blocks, whose `kept` side has already been multiplied by its basis."""
+    def compress(self, products: Outer | Convolution, kept: Axis | None) -> Mapping[str, Factor]:
+        """Sketch gradients that are still products, into named blocks; their `kept` side has already been multiplied by its basis."""
         ...
 
     def compress_dense(self, gradients: Tensor) -> Mapping[str, Factor]:
@@ -193,9 +194,7 @@ class Collector:
             self._watch(target.names, Outer(rows, cols, ()))
             self._meet_derived(target, Outer(rows, cols, tuple(target.value.shape)).dense())
             return
-        self._check_current(target)
-        blocks = target.compression.compress(Outer(rows, cols, target.shape), kept)
-        self._add(target.name, {name: compact(block) if isinstance(block, Outer) else block for name, block in blocks.items()})
+        self._record_products(target, Outer(rows, cols, target.shape), kept)
 
     def record_dense(self, target: Weight | Derived, gradients: Tensor) -> None:
         """Take per-example gradients in full, `(rows, *shape)`; rows of one example are summed."""
@@ -211,10 +210,13 @@ class Collector:
         self._check_current(target)
         self._add(target.name, target.compression.compress_dense(gradients))
 
-    def record_factor(self, target: Weight, factor: Factor) -> None:
-        """Take a factor in the coordinates that are released of a parameter, where these are one block of its name."""
+    def record_convolution(self, target: Weight, convolution: Convolution, kept: Axis | None) -> None:
+        """Take the gradients of a convolution's kernel, one row of the batch for each example."""
+        self._record_products(target, convolution, kept)
+
+    def _record_products(self, target: Weight, products: Outer | Convolution, kept: Axis | None) -> None:
         self._check_current(target)
-        self._add(target.name, {target.name: factor})
+        self._add(target.name, {name: _compacted(block) for name, block in target.compression.compress(products, kept).items()})
 
     def _add(self, name: str, blocks: Mapping[str, Factor]) -> None:
         self._reached.add(name)
@@ -269,6 +271,13 @@ class Collector:
         for name, gradient in zip(derived.names, _per_row(derived.value, parameters, cotangents.to(derived.value.dtype)), strict=True):
             if gradient is not None:
                 self._add(name, self._weights[name].compression.compress_dense(gradient.detach()))
+
+
+def _compacted(block: Factor) -> Factor:
+    """Turn a product into plain gradients where those are smaller."""
+    if isinstance(block, Convolution):
+        return block.compacted()
+    return compact(block) if isinstance(block, Outer) else block
 
 
 def _per_row(value: Tensor, parameters: list[Tensor], cotangents: Tensor) -> Sequence[Tensor | None]:

@@ -124,6 +124,14 @@ class Outer:
     def add_sum(self, total: Tensor, weights: Float[Tensor, " B"]) -> None:
         add_outer_sum(total.view(_width(self.rows), _width(self.cols)), self.rows, self.cols, weights)
 
+    def times(self, basis: Tensor, shape: tuple[int, ...]) -> Outer:
+        """Multiply the side of the columns."""
+        return Outer(self.rows, _times(self.cols, basis), shape)
+
+    def times_from_left(self, basis: Tensor, shape: tuple[int, ...]) -> Outer:
+        """Multiply the side of the rows."""
+        return Outer(_times(self.rows, basis), self.cols, shape)
+
     def dense(self) -> Tensor:
         batch = _batch(self.rows)
         if isinstance(self.rows, OneHot) or isinstance(self.cols, OneHot):
@@ -310,6 +318,11 @@ def add_outer_sum(total: Float[Tensor, "R C"], rows: Side, cols: Side, weights: 
         total.addmm_(rows.flatten(0, 1).T, cols.flatten(0, 1))
     else:
         raise TypeError("an outer product of two indices is not a gradient")
+
+
+def _times(side: Side, basis: Tensor) -> Tensor:
+    """Multiply each position by the basis, in the precision of the side where it has one."""
+    return side @ (basis if isinstance(side, OneHot) else basis.to(side.dtype))
 
 
 def _width(side: Side) -> int:

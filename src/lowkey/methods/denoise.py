@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowkey.checks import Word, require_member
+from lowkey.checks import Word, require_member, require_number
 from lowkey.errors import ConfigError
 from lowkey.factors import Kind, ParameterSpec
 from lowkey.methods.method import FullGradient, Start, Strategy
@@ -48,7 +48,7 @@ class Denoise:
 
     def __post_init__(self) -> None:
         check_kappa(self.kappa)
-        if not 0.0 <= self.decay < 1.0:
+        if not 0.0 <= require_number("decay", self.decay) < 1.0:
             raise ConfigError(f"decay={self.decay!r} is no share. It must lie in [0, 1). Use decay=0.9.")
         object.__setattr__(self, "target", require_member(Target, "target", self.target))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowkey.boundary import Provenance
-from lowkey.checks import require_count
+from lowkey.checks import require_count, require_number
 from lowkey.errors import ConfigError
 from lowkey.factors import Axis, ParameterSpec, wide_dtype
 from lowkey.methods.matrices import input_axis, wide_matrices
@@ -52,7 +53,7 @@ class LoRA:
 
     def __post_init__(self) -> None:
         require_count("rank", self.rank)
-        if not self.scale > 0.0 or self.scale == float("inf"):
+        if not 0.0 < require_number("alpha", self.rank if self.alpha is None else self.alpha) < math.inf:
             raise ConfigError(f"alpha={self.alpha!r} is no scale. It must be above zero and finite. Leave it out for a scale of one.")
         if isinstance(self.whole, str):
             raise ConfigError(f"whole={self.whole!r} is a single string. It must be a tuple of names. Write whole=({self.whole!r},).")

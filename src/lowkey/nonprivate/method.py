@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from lowkey.errors import ConfigError
 from lowkey.methods import DPSGD, Method
 from lowkey.methods.method import Start, Strategy
 
@@ -26,6 +27,13 @@ class NonPrivate:
     """
 
     method: Method = field(default_factory=DPSGD)
+
+    def __post_init__(self) -> None:
+        # Users pass what they like, whatever the annotation says.
+        if isinstance(self.method, type) or not hasattr(self.method, "start"):
+            raise ConfigError(
+                f"method={self.method!r} is not a method. It is what runs without privacy. Pass an instance, as lk.Grape(rank=16)."
+            )
 
     @property
     def has_guarantee(self) -> bool:

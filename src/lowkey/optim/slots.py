@@ -131,6 +131,9 @@ class Slots:
         if policy is OnRefresh.RESET:
             for value in moments.values():
                 value.zero_()
+            # NUMERICS: Adam makes up for moments that begin at zero by its count of steps; with the old count, steps would be too long.
+            if isinstance(state.get("step"), Tensor):
+                state["step"].zero_()
         elif policy is OnRefresh.ROTATE:
             for key in moments.keys() & _SIGNED_MOMENTS:
                 rotated = earlier.rotate_to(later, block, moments[key])

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lowkey.checks import require_number
 from lowkey.errors import ConfigError, ShapeError
 from lowkey.refine.spectrum import Triplets, triplets_above
 from lowkey.refine.spiked import bulk_edge, shrunk_values
@@ -91,7 +92,7 @@ def check_kappa(kappa: float) -> None:
     Raises:
         ConfigError: `kappa` is below 1 or not finite.
     """
-    if not 1.0 <= kappa < math.inf:
+    if not 1.0 <= require_number("kappa", kappa) < math.inf:
         raise ConfigError(
             f"kappa={kappa!r} is no threshold. It multiplies the edge of pure noise and must be finite and at least 1. "
             "Use one of 1.01, 1.02, 1.05 and 1.1."

@@ -14,8 +14,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lowkey.boundary import Blocks, Provenance
-from lowkey.factors import Axis, Dense, Factor, OneHot, Outer, wide_dtype
-from lowkey.factors.factor import Side, widen
+from lowkey.factors import Axis, Convolution, Dense, Factor, OneHot, Outer, wide_dtype
+from lowkey.factors.factor import widen
 
 
 class Core(Enum):
@@ -86,21 +86,21 @@ class Carriers:
         """Return None: one block reduces the input, the other one needs it whole."""
         return None
 
-    def compress(self, outer: Outer, kept: Axis | None) -> Mapping[str, Factor]:
+    def compress(self, products: Outer | Convolution, kept: Axis | None) -> Mapping[str, Factor]:
         """Reduce one side for each block."""
-        return dict(zip(self.blocks, (self._left_block(outer), self._right_block(outer)), strict=True))
+        return dict(zip(self.blocks, (self._left_block(products), self._right_block(products)), strict=True))
 
-    def _left_block(self, outer: Outer) -> Factor:
+    def _left_block(self, products: Outer | Convolution) -> Factor:
         shape = tuple(self.left.shape)
         if self.zero is Axis.COLS:
-            return Nothing.like(outer, shape)
-        return _product(outer.rows, _reduced(outer.cols, self.right.T), shape)
+            return Nothing.like(products, shape)
+        return _formed(products.times(self.right.T, shape))
 
-    def _right_block(self, outer: Outer) -> Factor:
+    def _right_block(self, products: Outer | Convolution) -> Factor:
         shape = tuple(self.right.shape)
         if self.zero is Axis.ROWS:
-            return Nothing.like(outer, shape)
-        block = _product(_reduced(outer.rows, self.left), outer.cols, shape)
+            return Nothing.like(products, shape)
+        block = _formed(products.times_from_left(self.left, shape))
         return self._freed(block) if self.core is Core.LEFT_ONLY else block
 
     def compress_dense(self, gradients: Tensor) -> Mapping[str, Dense]:
@@ -141,9 +141,9 @@ class Nothing:
     shape: tuple[int, ...]
 
     @classmethod
-    def like(cls, outer: Outer, shape: tuple[int, ...]) -> Nothing:
-        """Return nothing for each example of `outer`."""
-        some = _numbers(outer)
+    def like(cls, products: Outer | Convolution, shape: tuple[int, ...]) -> Nothing:
+        """Return nothing for each example of `products`."""
+        some = products.backprops if isinstance(products, Convolution) else _numbers(products)
         return cls(some.new_zeros(len(some), dtype=wide_dtype(some.dtype)), shape)
 
     @property
@@ -163,14 +163,13 @@ class Nothing:
         return self
 
 
-def _reduced(side: Side, basis_WK: Float[Tensor, "W K"]) -> Float[Tensor, "B T K"]:
-    """Multiply each position by the basis."""
-    return side @ (basis_WK if isinstance(side, OneHot) else basis_WK.to(side.dtype))
+def _formed(block: Outer | Convolution) -> Factor:
+    """Multiply a block out where that is smaller; one of its sides is wide and the other one is not."""
+    return block.compacted() if isinstance(block, Convolution) else _product(block)
 
 
-def _product(rows: Side, cols: Side, shape: tuple[int, ...]) -> Factor:
-    """Return `sum_t rows_t cols_t^T`, multiplied out where that is smaller; one side is wide and the other one is not."""
-    outer = Outer(rows, cols, shape)
+def _product(outer: Outer) -> Factor:
+    rows, cols, shape = outer.rows, outer.cols, outer.shape
     positions, numel = outer.num_positions, shape[0] * shape[1]
     if isinstance(rows, OneHot) or isinstance(cols, OneHot) or numel > positions * sum(shape):
         return outer

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxtyping import Float
 from torch import Tensor
 
 from lowkey.boundary import Blocks, Provenance
-from lowkey.factors import Axis, Dense, Factor, Outer
+from lowkey.factors import Axis, Convolution, Dense, Factor, Outer
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,14 +54,15 @@ class Channels:
         """Return the basis for the channels of an input."""
         return self.matrix if axis is Axis.COLS else None
 
-    def compress(self, outer: Outer, kept: Axis | None) -> Mapping[str, Factor]:
-        """Reduce the patches that an output gradient has met."""
-        cols = outer.cols
-        if kept is not Axis.COLS:
-            assert isinstance(cols, Tensor), "a kernel meets numbers, not indices"
-            patches_BTCP = cols.unflatten(2, (len(self.matrix), self._num_taps))
-            cols = (self.matrix.T.to(cols.dtype) @ patches_BTCP).flatten(2)
-        return {self.name: Outer(outer.rows, cols, self.proxy_shape)}
+    def compress(self, products: Outer | Convolution, kept: Axis | None) -> Mapping[str, Factor]:
+        """Reduce the channels of inputs, or of patches that output gradients have met."""
+        if kept is Axis.COLS:
+            return {self.name: replace(products, shape=self.proxy_shape)}
+        if isinstance(products, Convolution):
+            return {self.name: products.times_channels(self.matrix, self.proxy_shape)}
+        assert isinstance(products.cols, Tensor), "a kernel meets numbers, not indices"
+        patches_BTCP = products.cols.unflatten(2, (len(self.matrix), self._num_taps))
+        return {self.name: Outer(products.rows, (self.matrix.T.to(patches_BTCP.dtype) @ patches_BTCP).flatten(2), self.proxy_shape)}
 
     def compress_dense(self, gradients: Tensor) -> Mapping[str, Dense]:
         """Reduce per-example gradients."""

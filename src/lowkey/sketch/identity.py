@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lowkey.boundary import Blocks, Provenance
-from lowkey.factors import Axis, Dense, Outer
+from lowkey.factors import Axis, Convolution, Dense, Factor, Outer
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,9 +38,9 @@ class Identity:
         """Return None: the input is kept whole."""
         return None
 
-    def compress(self, outer: Outer, kept: Axis | None) -> Mapping[str, Outer]:
-        """Return the outer product itself."""
-        return {self.name: outer}
+    def compress(self, products: Outer | Convolution, kept: Axis | None) -> Mapping[str, Factor]:
+        """Return the products themselves."""
+        return {self.name: products}
 
     def compress_dense(self, gradients: Tensor) -> Mapping[str, Dense]:
         """Return the gradients themselves."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lowkey.boundary import Blocks, Provenance
 from lowkey.checks import Word
-from lowkey.factors import Axis, Dense, Outer
+from lowkey.factors import Axis, Convolution, Dense, Factor, Outer
 
 
 class Distribution(Word):
@@ -114,13 +114,12 @@ class OneSided:
         """Return the basis for an input along the reduced axis."""
         return self.matrix if axis is self.axis else None
 
-    def compress(self, outer: Outer, kept: Axis | None) -> Mapping[str, Outer]:
-        """Reduce one side of an outer product."""
-        rows, cols = outer.rows, outer.cols
-        if kept is not self.axis:
-            matrix = self.matrix.to(_dtype(rows, cols))
-            rows, cols = (rows, cols @ matrix) if self.axis is Axis.COLS else (rows @ matrix, cols)
-        return {self.name: Outer(rows, cols, self.proxy_shape)}
+    def compress(self, products: Outer | Convolution, kept: Axis | None) -> Mapping[str, Factor]:
+        """Reduce one side of the products."""
+        if kept is self.axis and isinstance(products, Outer):
+            return {self.name: Outer(products.rows, products.cols, self.proxy_shape)}
+        reduce = products.times if self.axis is Axis.COLS else products.times_from_left
+        return {self.name: reduce(self.matrix, self.proxy_shape)}
 
     def compress_dense(self, gradients: Tensor) -> Mapping[str, Dense]:
         """Reduce per-example gradients."""
@@ -163,7 +162,3 @@ class OneSided:
         if self.axis is Axis.COLS:
             return coordinates @ rotation
         return (rotation.T @ coordinates.flatten(1)).reshape(coordinates.shape)
-
-
-def _dtype(*sides: object) -> torch.dtype:
-    return next(side.dtype for side in sides if isinstance(side, Tensor))

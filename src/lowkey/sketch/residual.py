@@ -14,11 +14,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lowkey.boundary import Blocks, Provenance
-from lowkey.factors import Axis, Dense, Factor, Outer
+from lowkey.factors import Axis, Convolution, Dense, Factor, Outer
 from lowkey.factors.factor import compact
 from lowkey.release.arithmetic import in_full_precision
 from lowkey.sketch.eigen import overlap
-from lowkey.sketch.shared import combine_directions, coordinates_of_dense, coordinates_of_outer
+from lowkey.sketch.shared import combine_directions, coordinates_of_dense, coordinates_of_products
 
 _MARGIN = 16.0
 """Units of rounding, in parts of a gradient's square, by which the squared norm of its residual is raised."""
@@ -79,14 +79,14 @@ class WithResidual:
         """The inner products of the directions as they were rounded."""
         return overlap([self.matrix]).to(self.matrix.dtype)
 
-    def compress(self, outer: Outer, kept: Axis | None) -> Mapping[str, Factor]:
-        """Split outer products."""
+    def compress(self, products: Outer | Convolution, kept: Axis | None) -> Mapping[str, Factor]:
+        """Split products."""
         # PRIVACY: the residual's norm is a difference, which coordinates of 11 or 8 bits would spoil: they are taken in full precision.
         with in_full_precision(self.matrix.device):
-            whole = compact(outer)
+            whole = products.compacted() if isinstance(products, Convolution) else compact(products)
             if isinstance(whole, Dense):
                 return self._split_dense(whole.value)
-            coordinates = coordinates_of_outer(outer, self.matrix)
+            coordinates = coordinates_of_products(products, self.matrix)
         inside, outside = self._names
         return {inside: Dense(coordinates), outside: Residual(whole, coordinates, self)}
 

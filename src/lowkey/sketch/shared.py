@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lowkey.boundary import Blocks, Provenance
-from lowkey.factors import Axis, Dense, OneHot, Outer, wide_dtype
+from lowkey.factors import Axis, Convolution, Dense, OneHot, Outer, wide_dtype
 from lowkey.factors.factor import Side
 from lowkey.sketch.random import Distribution, draw_basis
 
@@ -42,7 +42,7 @@ class Shared:
 
     Cost:
         Each example's gradient is formed a few rows at a time, in a temporary of 64 MiB in float32, or of one row for each example if
-        that is more.
+        that is more. Kernels of convolutions are formed a few examples at a time.
 
     Example:
         >>> sketch = Shared("weight", torch.tensor([[[3.0, 4.0]]]) / 5, Provenance.PUBLIC)
@@ -68,9 +68,9 @@ class Shared:
         """Return None: no single side of a matrix is reduced."""
         return None
 
-    def compress(self, outer: Outer, kept: Axis | None) -> Mapping[str, Dense]:
-        """Return the coordinates of outer products."""
-        return {SUBSPACE: Dense(coordinates_of_outer(outer, self.matrix))}
+    def compress(self, products: Outer | Convolution, kept: Axis | None) -> Mapping[str, Dense]:
+        """Return the coordinates of products."""
+        return {SUBSPACE: Dense(coordinates_of_products(products, self.matrix))}
 
     def compress_dense(self, gradients: Tensor) -> Mapping[str, Dense]:
         """Return the coordinates of per-example gradients."""
@@ -108,13 +108,16 @@ def coordinates_of_dense(gradients: Float[Tensor, "B ..."], matrix: Float[Tensor
     return gradients.to(dtype).reshape(gradients.shape[0], -1) @ matrix.to(dtype).reshape(matrix.shape[0], -1).T
 
 
-def coordinates_of_outer(outer: Outer, matrix: Float[Tensor, "K ..."]) -> Float[Tensor, "B K"]:
+def coordinates_of_products(products: Outer | Convolution, matrix: Float[Tensor, "K ..."]) -> Float[Tensor, "B K"]:
     """Return `<matrix[k], gradient_b>` for gradients in factored form, of which only a part exists at any time.
 
     Guarantee:
         Row `b` depends on example `b` only.
     """
-    rows, cols = outer.rows, outer.cols
+    if isinstance(products, Convolution):
+        few = _CHUNK_ELEMENTS // math.prod(products.shape)
+        return torch.cat([coordinates_of_dense(part.dense(), matrix) for part in products.split(few)])
+    rows, cols = products.rows, products.cols
     if isinstance(rows, OneHot) and isinstance(cols, Tensor):
         return _looked_up(rows, cols, matrix.reshape(matrix.shape[0], rows.size, -1))
     if isinstance(cols, OneHot) and isinstance(rows, Tensor):
