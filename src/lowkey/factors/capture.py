@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from lowkey.errors import UnsupportedLayerError
 from lowkey.factors.collector import Axis, Collector, Derived, Weight
 from lowkey.factors.factor import Side
+from lowkey.factors.inputs import ACTIVATIONS, Kept
 from lowkey.factors.registry import GUARDS, RULES, Call, Operation, anything
 
 
@@ -51,10 +52,10 @@ class Site:
         """The parameter itself, where no transposition or derivation lies between."""
         return self.target if isinstance(self.target, Weight) and not self.transposed else None
 
-    def keep(self, inputs: Tensor, axis: Axis) -> Tensor:
+    def keep(self, inputs: Tensor, axis: Axis) -> Kept:
         """Reduce an input to what the backward pass will need of it."""
         if isinstance(self.target, Derived):
-            return inputs.detach()
+            return Kept(inputs.detach())
         return self.collector.keep(self.target, inputs, axis.other if self.transposed else axis)
 
     def record_outer(self, rows: Side, cols: Side, kept: Axis | None = None) -> None:
@@ -198,7 +199,10 @@ class Capture(TorchFunctionMode):
                 GUARDS[func](*args, **kwargs)
             if weights and torch.is_grad_enabled():
                 return self._meet(Call(self, func, args, kwargs))
-            return func(*args, **kwargs)
+            output = func(*args, **kwargs)
+            if func in ACTIVATIONS:
+                self.collector.inputs.note(func, args, kwargs, output)
+            return output
         output = func(*args, **kwargs)
         self._note(func, args, kwargs, weights, output)
         return output
@@ -312,7 +316,7 @@ class Capture(TorchFunctionMode):
                 yield
         finally:
             self._local.depth = 0
-            self.collector.forget_inputs()
+            self.collector.inputs.forget()
 
     def use(self, weights: Mapping[str, Weight]) -> None:
         """Sketch with new weights from the next forward pass on."""

@@ -6,7 +6,6 @@ Nothing is stored on parameters, tensors or modules.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -18,6 +17,7 @@ from torch import Tensor
 from lowkey.boundary import PerExample
 from lowkey.errors import PrivacyBoundaryError, ShapeError, UnsupportedLayerError
 from lowkey.factors.factor import Dense, Factor, OneHot, Outer, Side, combine, compact
+from lowkey.factors.inputs import Inputs, Kept
 from lowkey.factors.kernels import Convolution
 
 
@@ -109,7 +109,7 @@ class Collector:
         self._norms: list[tuple[str, Tensor]] | None = None
         self._fewest_rows: int | None = None
         self._keeps = True
-        self._kept: tuple[weakref.ref[Tensor], int, Tensor, Tensor] | None = None
+        self.inputs = Inputs()
 
     def begin(self, batch_size: int, record: Record = Record.FACTORS) -> None:
         """Expect one backward pass over `batch_size` losses."""
@@ -170,22 +170,12 @@ class Collector:
         norms, self._norms = self._norms or [], None
         return norms
 
-    def keep(self, weight: Weight, inputs: Tensor, axis: Axis) -> Tensor:
-        """Reduce a layer's input; layers that share an input and a basis share the result."""
-        last = self._kept
-        basis = weight.compression.basis(axis)
-        if basis is None:
-            return inputs.detach()
-        if last is not None and last[0]() is inputs and last[1] == inputs._version and last[2] is basis:
-            return last[3]
-        with torch.no_grad():
-            kept = inputs.detach() @ basis.to(inputs.dtype)
-        self._kept = (weakref.ref(inputs), inputs._version, basis, kept)
-        return kept
-
-    def forget_inputs(self) -> None:
-        """Let go of the last reduced input."""
-        self._kept = None
+    def keep(self, weight: Weight, inputs: Tensor, axis: Axis) -> Kept:
+        """Choose what a layer keeps of its input until the backward pass."""
+        if weight.compression.is_identity:
+            # A factor of the whole gradient holds the input until the clip, so to make it again would save nothing.
+            return Kept(inputs.detach())
+        return self.inputs.keep(inputs, weight.compression.basis(axis))
 
     def record_outer(self, target: Weight | Derived, rows: Side, cols: Side, kept: Axis | None) -> None:
         """Take `sum_t rows_t cols_t^T` per example as one use of `target`."""

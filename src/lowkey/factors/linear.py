@@ -16,6 +16,7 @@ from lowkey.factors.capture import Site
 from lowkey.factors.collector import Axis
 from lowkey.factors.elementwise import ROW_REPLAYS, sum_positions
 from lowkey.factors.fallback import by_example
+from lowkey.factors.inputs import Kept, restore
 from lowkey.factors.registry import MARK, Call, rule
 
 
@@ -28,23 +29,24 @@ class _Product(torch.autograd.Function):
         inputs: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        kept: Tensor | None,
+        kept: Kept | None,
         anchor: Tensor,
         sites: tuple[Site | None, Site | None],
     ) -> Tensor:
         ctx.sites = sites
-        ctx.save_for_backward(weight, kept, MARK)
+        ctx.activation = None if kept is None else kept.activation
+        ctx.save_for_backward(weight, MARK, *(() if kept is None else kept.saved))
         return F.linear(inputs, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, backprops: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override] # reason: torch types it with *args
-        weight, kept, _ = ctx.saved_tensors
+        weight, _, *kept = ctx.saved_tensors
         weight_site, bias_site = ctx.sites
         # Attention hands back gradients in the layout of its heads; one copy here saves one in every product below.
         backprops = backprops.contiguous()
         if weight_site is not None:
-            weight_site.record_outer(rows=backprops, cols=kept, kept=Axis.COLS)
+            weight_site.record_outer(rows=backprops, cols=restore(kept, ctx.activation), kept=Axis.COLS)
         if bias_site is not None:
             bias_site.record_dense(sum_positions(backprops))
         gradient = backprops @ weight.to(backprops.dtype) if ctx.needs_input_grad[0] else None
