@@ -1,6 +1,6 @@
 """Measure a private training step beside an ordinary one.
 
-    python benchmarks/run.py                                  # both workloads, every contender
+    python benchmarks/run.py                                  # every contender on all of them
     python benchmarks/run.py --quick                          # a first impression
     python benchmarks/run.py --workloads encoder --contenders fused grape --rounds 9
 
@@ -25,7 +25,7 @@ from measuring import Race, Settings, measure_memory, measure_time
 from tables import summarise, table
 from workloads import WORKLOADS
 
-DEFAULT_WORKLOADS = ["encoder", "resnet"]
+DEFAULT_WORKLOADS = ["encoder", "resnet", "resnet-wide"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

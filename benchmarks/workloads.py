@@ -99,7 +99,7 @@ WORKLOADS = {
     for workload in [
         _encoder("encoder", EncoderShape(layers=6, width=384, heads=12, examples=32, tokens=128)),
         _resnet("resnet", (32, 64, 128), 64, steps_per_turn=2),
-        _resnet("resnet-wide", (64, 128, 256), 64, steps_per_turn=2),
+        _resnet("resnet-wide", (64, 128, 256), 64),
         _encoder("encoder-large", EncoderShape(layers=24, width=1024, heads=16, examples=16, tokens=256)),
         _encoder("encoder-tiny", EncoderShape(layers=1, width=32, heads=2, examples=4, tokens=8, vocabulary=100)),
         _resnet("resnet-tiny", (24,), 2),

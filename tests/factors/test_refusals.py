@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from unseen import Scaled
 
 import lowkey as lk
 from lowkey.factors import isolation
@@ -260,18 +261,6 @@ def test_a_table_that_the_batch_rescales_is_refused(is_trained: bool) -> None:
 
 
 # -- gradients that cannot be seen -------------------------------------------------------------------------------------
-
-
-class Scaled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
-        ctx.save_for_backward(x, scale)
-        return x * scale
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        x, scale = ctx.saved_tensors
-        return gradient * scale, (gradient * x).sum(0)
 
 
 class Rounded(torch.autograd.Function):

@@ -8,24 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from unseen import Scaled
 
 import lowkey as lk
 
 EXAMPLES, FEATURES = 6, 4
-
-
-class Scaled(torch.autograd.Function):
-    """A product that nobody watches, and that hands back a raw gradient of its second factor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
-        ctx.save_for_backward(x, scale)
-        return x * scale
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        x, scale = ctx.saved_tensors
-        return gradient * scale, (gradient * x).sum(0)
 
 
 class Failing(torch.autograd.Function):
