@@ -152,3 +152,20 @@ def by_example(call: Call) -> Tensor:
 
 def _plain(tensor: Tensor, site: Site | None) -> Tensor:
     return tensor if site is None else tensor.detach()
+
+
+def shared(call: Call, operand: Tensor) -> Tensor:
+    """Return an operand that every example meets, without its graph: a weight's gradient goes to its site, and a constant has none.
+
+    Raises:
+        UnsupportedLayerError: It is data that passes a gradient on, to examples that nobody could tell apart.
+    """
+    if operand.requires_grad and call.capture.is_data(operand):
+        # PRIVACY: without its graph, examples that it mixes would go unnoticed, and what made it would go untrained.
+        raise UnsupportedLayerError(
+            f"{call.function.__name__} was given a weight or bias of shape {tuple(operand.shape)} that was computed from the batch, "
+            "or from parameters outside the forward pass of the model. "
+            "All examples of the batch share it, so no per-example gradient is known. "
+            "Compute it from parameters alone, inside a module's forward."
+        )
+    return operand.detach()
