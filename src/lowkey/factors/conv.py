@@ -115,7 +115,7 @@ def _worthwhile(site: Site, weight: Tensor, inputs: Tensor, geometry: Geometry) 
     if basis is None:
         return None
     reduction = Reduction(basis, geometry, tuple(weight.shape))
-    return reduction if reduction.numel(inputs) < _WORTHWHILE * inputs[0].numel() else None
+    return reduction if reduction.numel(inputs) < _WORTHWHILE * inputs.shape[1:].numel() else None
 
 
 def _each(value: int | tuple[int, ...], dims: int) -> tuple[int, ...]:

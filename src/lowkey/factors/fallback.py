@@ -64,9 +64,10 @@ class _Replay:
         args, kwargs = pytree.tree_unflatten(flat, self._spec)
         return self._function(*args, **kwargs)
 
-    def num_rows(self) -> int:
-        sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor, data in zip(self.tensors, self._is_data, strict=True) if data}
-        return sizes.pop() if len(sizes) == 1 else 0
+    def num_rows(self) -> int | None:
+        """Return how many rows all data arguments have, or None if they do not agree."""
+        sizes = {tensor.shape[0] if tensor.dim() else None for tensor, data in zip(self.tensors, self._is_data, strict=True) if data}
+        return sizes.pop() if len(sizes) == 1 else None
 
     def gradients(self, tensors: Sequence[Tensor], output: Tensor, backprops: Tensor) -> list[Tensor]:
         """Return for each tensor argument its gradient, with a row per row of the batch."""
@@ -131,7 +132,7 @@ def by_example(call: Call) -> Tensor:
     """Catch an operation that has no rule."""
     replay = _Replay(call)
     num_rows = replay.num_rows()
-    if not num_rows:
+    if num_rows is None:
         raise UnsupportedLayerError(
             f"{replay.labels} met data in {replay.name}, whose arguments do not share a batch axis, so no per-example gradient is known. "
             "Every data argument needs the examples on its first axis. "

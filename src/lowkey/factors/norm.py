@@ -78,7 +78,7 @@ class _GroupNorm(torch.autograd.Function):
     def forward(
         ctx: Any, inputs: Tensor, weight: Tensor | None, bias: Tensor | None, anchor: Tensor, groups: int, eps: float, sites: _Sites
     ) -> Tensor:
-        ctx.sizes = (inputs.shape[0], inputs.shape[1], inputs[0, 0].numel(), groups)
+        ctx.sizes = (inputs.shape[0], inputs.shape[1], inputs.shape[2:].numel(), groups)
         output, mean, rstd = torch.native_group_norm(inputs, weight, bias, *ctx.sizes, eps)
         ctx.sites = sites
         ctx.save_for_backward(inputs, mean, rstd, weight, MARK)
