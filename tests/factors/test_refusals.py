@@ -342,6 +342,26 @@ def test_a_compiled_model_is_refused() -> None:
         attach(torch.compile(nn.Linear(FEATURES, 2)))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda model: torch.jit.trace(model, rows())], ids=["script", "trace"])
+def test_a_model_of_torch_jit_is_refused(make: Callable[[nn.Module], nn.Module]) -> None:
+    with pytest.raises(lk.UnsupportedLayerError, match=r"torch\.jit"):
+        attach(make(nn.Linear(FEATURES, 2)))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_frozen_part_of_torch_jit_is_a_function_of_the_data() -> None:
+    frozen = torch.jit.script(nn.Linear(FEATURES, 3).requires_grad_(False))
+    backward(nn.Sequential(frozen, nn.Linear(3, 2)), rows())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", r"ignore:The \.grad attribute:UserWarning")
+def test_a_private_model_is_no_part_of_a_whole_compiled_graph() -> None:
+    model = nn.Linear(FEATURES, 2)
+    with attach(model), pytest.raises(RuntimeError, match="cannot be part of a compiled graph"):
+        torch.compile(model, backend="eager", fullgraph=True)(rows())
+
+
 def test_a_backward_pass_outside_private_is_refused() -> None:
     model = Apply()
     with attach(model), pytest.raises(lk.PrivacyBoundaryError, match=r"outside private\.backward"):

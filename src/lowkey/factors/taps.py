@@ -24,14 +24,25 @@ class Tap:
         self._inner: Callable[..., Any] = module.forward
         self._module = module
         self._capture = capture
+        self._watched = torch.compiler.disable(self._watch)
         functools.update_wrapper(self, self._inner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward pass."""
+        if torch.compiler.is_compiling():
+            # The compiler ends its graph before a call that raises, and makes it as it stands; only fullgraph=True hands this on.
+            raise UnsupportedLayerError(
+                f"{type(self._module).__name__} is private and cannot be part of a compiled graph, which would hide its operations. "
+                "Per-example gradients are taken operation by operation. Leave the model out of torch.compile, or leave out fullgraph=True."
+            )
         _check_still(self._module)
         if not torch.is_grad_enabled() or self._capture.is_watching:
             return self._inner(*args, **kwargs)
-        with self._capture.watching():
+        return self._watched(*args, **kwargs)
+
+    def _watch(self, *args: Any, **kwargs: Any) -> Any:
+        # PRIVACY: a compiled function would run as one operation, or with operations of its own; none is compiled while they are watched.
+        with torch.compiler.set_stance("force_eager"), self._capture.watching():
             output = self._inner(*args, **kwargs)
             self._capture.adopt(dict(self._module.named_buffers()))
             return output
@@ -65,6 +76,11 @@ class Taps:
         # Layers with running statistics are tapped because those move in a pass without gradients, which nobody watches.
         modules = [m for m in model.modules() if m is model or isinstance(m, _NormBase) or any(id(p) in owned for p in m.parameters())]
         for module in modules:
+            if isinstance(module, torch.jit.ScriptModule):
+                raise UnsupportedLayerError(
+                    f"{type(module).__name__} is compiled by torch.jit, which hides its operations from the capture. "
+                    "Per-example gradients are taken operation by operation. Pass the model as it was before torch.jit, or freeze it."
+                )
             if isinstance(module.forward, Tap):
                 raise ConfigError(
                     f"{type(module).__name__} is already private. One model can be attached once. "
