@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage] # reason: the base of all layers with running statistics
+from torch.utils import _pytree as pytree
 
-from lowkey.errors import ConfigError, UnsupportedLayerError
+from lowkey.errors import ConfigError, ShapeError, UnsupportedLayerError
 from lowkey.factors.capture import Capture
 
 
@@ -43,7 +44,11 @@ class Tap:
     def _watch(self, *args: Any, **kwargs: Any) -> Any:
         # PRIVACY: a compiled function would run as one operation, or with operations of its own; none is compiled while they are watched.
         with torch.compiler.set_stance("force_eager"), self._capture.watching():
-            output = self._inner(*args, **kwargs)
+            try:
+                output = self._inner(*args, **kwargs)
+            except RuntimeError as error:
+                _explain(error, self._module, (args, kwargs))
+                raise
             self._capture.adopt(dict(self._module.named_buffers()))
             return output
 
@@ -52,6 +57,17 @@ class Tap:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._module, "forward")
+
+
+def _explain(error: RuntimeError, module: nn.Module, inputs: object) -> None:
+    """Say which device a batch is missing from, where that is why a forward pass failed."""
+    homes = {parameter.device for parameter in module.parameters()}
+    strays = [leaf.device for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.device not in homes]
+    if strays and len(homes) == 1:
+        (home,) = homes
+        raise ShapeError(
+            f"the batch is on {strays[0]}, and the model on {home}. Both must be on one device. Move the batch with .to('{home}')."
+        ) from error
 
 
 def _check_still(module: nn.Module) -> None:
