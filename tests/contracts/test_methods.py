@@ -193,16 +193,19 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(name: str, saved_aft
 
 
 @every_method
-def test_a_batch_without_examples_is_a_release_of_noise_alone(name: str) -> None:
-    nobody = {key: value[:0] for key, value in batch_of().items()}
+@pytest.mark.parametrize("kind", ["MLP", "ResNet"])
+def test_a_batch_without_examples_is_a_release_of_noise_alone(name: str, kind: str) -> None:
+    build, loss, batch = MODELS[kind]
+    method = METHODS[name].on(lk.Public(batch, loss))
+    nobody = {key: value[:0] for key, value in batch.items()}
     ends = []
     for draws in ([], [nobody], [nobody, nobody]):
-        private, loss = maker(METHODS[name].method)(lk.SeededNoise(4))
+        private, losses = maker(method, model=build, loss=loss)(lk.SeededNoise(4))
         with private:
             for drawn in draws:
-                private.backward(functools.partial(loss, drawn))
+                private.backward(functools.partial(losses, drawn))
             assert private.step().num_steps_left == PLAN.num_steps - 1
-            take(private, loss, 1)
+            take(private, losses, 1, batch)
             ends.append(weights_of(private))
     assert same(ends[0], ends[1])
     assert same(ends[0], ends[2])
