@@ -128,7 +128,7 @@ class ClippedGradients:
             self._collector.abandon()
             self._capture.forget()
 
-    def _probed(self, losses: Losses, scale: float) -> PerExample[Factor]:
+    def _probed(self, losses: Losses, scale: float) -> PerExample[Factor] | None:
         if isinstance(losses, Tensor) or not callable(losses):
             raise ConfigError(
                 f"backward was given a {type(losses).__name__}, and this method takes each loss twice, at two weights. "

@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 
 from lowkey.account import NoiseOrigin, Plan, RunHeader
-from lowkey.checks import require_seed
+from lowkey.checks import require_number, require_seed
 from lowkey.errors import ConfigError
 from lowkey.execution import Execution
 from lowkey.factors import Selection
@@ -47,9 +47,8 @@ class Setting:
         self._check_clip_norm()
 
     def _check_clip_norm(self) -> None:
-        clip_norm = self.clip_norm
-        # Users pass what they like, whatever the annotation says.
-        if not isinstance(clip_norm, int | float) or isinstance(clip_norm, bool) or not clip_norm > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+        clip_norm = require_number("clip_norm", self.clip_norm)
+        if not clip_norm > 0:
             raise ConfigError(f"clip_norm={clip_norm!r} is not a limit. It must be a positive number. Start with clip_norm=1.0.")
         if math.isinf(clip_norm) and self.plan.noise_multiplier > 0:
             raise ConfigError(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 
 import pytest
 
-from lowkey.account import Poisson, Sampling, TruncatedPoisson, Unsampled, calibrate
+from lowkey.account import Plan, Poisson, Sampling, TruncatedPoisson, Unsampled, calibrate
+from lowkey.account.calibrate import _solve, _verify
 from lowkey.errors import ConfigError
 
 
@@ -64,6 +66,27 @@ def test_the_noise_has_six_digits() -> None:
 def test_a_budget_that_nothing_meets_is_refused(epsilon: float, hint: str) -> None:
     with pytest.raises(ConfigError, match=hint):
         calibrate(epsilon=epsilon, delta=1e-14, num_examples=1000, expected_batch_size=1000, num_steps=100)
+
+
+FACTS = Plan(noise_multiplier=0.0, delta=1e-5, num_examples=100, expected_batch_size=100, num_steps=1)
+
+
+def test_noise_that_falls_short_of_its_budget_is_raised_until_it_is_met() -> None:
+    # Source: closed form of the Gaussian; noise 1 has epsilon 4.37718, and a little less noise does not.
+    raised = _verify(FACTS, 0.99995, 4.37718)
+    assert raised.epsilon <= 4.37718
+    assert 1.0 <= raised.noise_multiplier < 1.0 + 3e-5
+
+
+def test_noise_that_stays_short_of_its_budget_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot be met"):
+        _verify(FACTS, 0.5, 4.37718)
+
+
+def test_a_search_that_is_cut_short_errs_on_the_side_of_more_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The package exports a function of the module's name.
+    monkeypatch.setattr(sys.modules["lowkey.account.calibrate"], "_MOST_TRIES", 1)
+    assert _solve(lambda noise: -math.log(noise), 0.0, 50.0) >= 1.0
 
 
 def test_the_facts_are_checked_before_anything_is_solved() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import zlib
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from ledgers import HEADER, open_at, spend
 
 from lowkey.account import Head, read_ledger
 from lowkey.account.header import header_to_json
-from lowkey.account.records import FIRST_LINE, ROOT, encode, scan
+from lowkey.account.records import FIRST_CHAIN, FIRST_LINE, ROOT, _chain, encode, scan
 from lowkey.account.runs import fold
 from lowkey.errors import LedgerError
 
@@ -212,6 +213,14 @@ def test_records_that_contradict_each_other_are_refused(tmp_path: Path, body: di
     path.write_bytes(path.read_bytes() + encode(body, chain)[0])
     with pytest.raises(LedgerError, match="record 3"):
         read_ledger(path)
+
+
+@pytest.mark.parametrize("text", [b"{", b"[1]", b"\xff"], ids=["broken", "a list", "no text"])
+def test_a_record_whose_sums_are_right_but_whose_text_is_none_is_not_read(text: bytes) -> None:
+    payload = _chain(FIRST_CHAIN, text).encode() + b" " + text
+    line = b"%08x %08x %s" % (len(payload), zlib.crc32(payload), payload)
+    found = scan(FIRST_LINE + line + b"\n", "ledger")
+    assert (len(found.records), found.torn) == (1, line + b"\n")
 
 
 def test_a_file_that_is_no_ledger_is_left_alone(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ import warnings
 import pytest
 
 from lowkey.account import Accountant, Event, Poisson, TruncatedPoisson, Unsampled, compose, epsilon, renyi_epsilon
+from lowkey.account.events import merge
+from lowkey.account.losses import epsilon_from_losses
 from lowkey.errors import ConfigError
 
 
@@ -126,6 +128,14 @@ def test_rounding_in_long_compositions_never_lowers_epsilon(steps: int, delta: f
     almost_whole = 1.0 - 1e-9  # sampled, so that the closed form is not taken
     exact = get_epsilon_gaussian(1.0, delta)
     assert compose([event(almost_whole, math.sqrt(steps), steps)], delta).epsilon >= exact * (1 - 1e-6)
+
+
+def test_a_grid_is_halved_until_memory_ends_where_epsilon_does_not_settle(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = merge([event(0.01, 1.0, 1000)])
+    settled = epsilon_from_losses(counts, 1e-5, 1.0)
+    monkeypatch.setattr("lowkey.account.losses._SETTLED", -1.0)
+    # 0.2 % is what an answer may still move by when it counts as settled.
+    assert settled * (1 - 2e-3) <= epsilon_from_losses(counts, 1e-5, 1.0) <= settled
 
 
 def test_nothing_released_costs_nothing() -> None:

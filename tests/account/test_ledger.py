@@ -7,12 +7,15 @@ import math
 import os
 import threading
 from dataclasses import asdict, replace
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from ledgers import HEADER, PLAN, open_at, spend
 
 from lowkey.account import Head, NoiseOrigin, RunHeader, TruncatedPoisson, Unsampled, epsilon, open_ledger, read_ledger
+from lowkey.account.header import _versions
+from lowkey.account.log_file import _let_go_in_child
 from lowkey.account.records import scan
 from lowkey.account.statement import format_up
 from lowkey.errors import BudgetError, ConfigError, LedgerError
@@ -312,6 +315,16 @@ def test_a_worker_that_outlives_its_parent_does_not_hold_the_lock(tmp_path: Path
     os.waitpid(worker, 0)
 
 
+def test_what_a_fork_does_first_ends_every_ledger_that_it_inherits(tmp_path: Path) -> None:
+    # Called in this process, where a measure of coverage sees it; the tests above fork.
+    ledger = open_at(tmp_path / "ledger")
+    ledger.intend()
+    _let_go_in_child()
+    with pytest.raises(LedgerError, match="is a fork"):
+        ledger.intend()
+    assert read_ledger(tmp_path / "ledger").runs[0].num_intents == 1
+
+
 # Faults ---------------------------------------------------------------------
 
 
@@ -484,6 +497,18 @@ def test_a_file_that_is_replaced_while_it_is_opened_is_refused(tmp_path: Path, m
 
 def test_a_header_names_the_versions_that_made_the_run() -> None:
     assert {"python", "lowkey", "dp-accounting"} <= set(RunHeader(plan=PLAN).versions)
+
+
+def test_a_header_says_so_where_lowkey_runs_without_being_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", find)
+    _versions.cache_clear()
+    try:
+        assert RunHeader(plan=PLAN).versions["lowkey"] == "not installed"
+    finally:
+        _versions.cache_clear()
 
 
 # Reading --------------------------------------------------------------------

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from audited import ADAM, PLAN, Mlp, batch_of, cross_entropy
@@ -44,6 +45,20 @@ def test_losses_that_are_not_one_per_example_are_refused(name: str) -> None:
         assert all(parameter.grad is None for parameter in model.parameters())
         private.backward(cross_entropy(model, batch_of()))
         assert private.step().step == 1
+
+
+def test_a_batch_on_another_device_is_told_where_to_go() -> None:
+    model = Mlp()
+    with attach(model) as private:
+        with pytest.raises(lk.ShapeError, match=r"the batch is on meta, and the model on cpu.*\.to\('cpu'\)"):
+            model(batch_of()["x"].to("meta"))
+        assert private.num_steps_left == PLAN.num_steps
+
+
+def test_any_other_error_of_a_forward_pass_is_torchs_own() -> None:
+    model = Mlp()
+    with attach(model), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.ones(2, 5))
 
 
 def test_a_parameter_that_no_loss_reaches_is_named_before_the_first_charge() -> None:
@@ -140,6 +155,24 @@ def test_a_misspelt_choice_and_a_seed_in_words_are_refused(call: Callable[[], ob
 
 def test_a_choice_may_be_given_by_its_word() -> None:
     assert lk.Execution(check_isolation="never").check_isolation is lk.CheckIsolation.NEVER
+
+
+@pytest.mark.parametrize("clip_norm", [1, np.float32(1.0), torch.tensor(1.0)], ids=["int", "numpy", "tensor"])
+def test_any_real_number_is_a_clip_norm(clip_norm: Any) -> None:
+    with attach(Mlp(), clip_norm=clip_norm) as private:
+        assert private.statement().clip_norm == 1.0
+
+
+def test_a_layer_without_a_shape_is_refused() -> None:
+    with pytest.raises(lk.ConfigError, match="has no shape yet"):
+        attach(nn.LazyLinear(3))
+
+
+def test_a_tied_weight_may_be_named_by_either_of_its_names() -> None:
+    model = nn.Sequential(nn.Embedding(9, 12), nn.Linear(12, 9, bias=False))
+    model[1].weight = model[0].weight
+    with attach(model, trainable=["1.weight"]) as private:
+        assert list(private.sketches) == ["0.weight"]
 
 
 @pytest.mark.parametrize(

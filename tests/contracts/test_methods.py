@@ -193,6 +193,25 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(name: str, saved_aft
 
 
 @every_method
+@pytest.mark.parametrize("kind", ["MLP", "ResNet"])
+def test_a_batch_without_examples_is_a_release_of_noise_alone(name: str, kind: str) -> None:
+    build, loss, batch = MODELS[kind]
+    method = METHODS[name].on(lk.Public(batch, loss))
+    nobody = {key: value[:0] for key, value in batch.items()}
+    ends = []
+    for draws in ([], [nobody], [nobody, nobody]):
+        private, losses = maker(method, model=build, loss=loss)(lk.SeededNoise(4))
+        with private:
+            for drawn in draws:
+                private.backward(functools.partial(losses, drawn))
+            assert private.step().num_steps_left == PLAN.num_steps - 1
+            take(private, losses, 1, batch)
+            ends.append(weights_of(private))
+    assert same(ends[0], ends[1])
+    assert same(ends[0], ends[2])
+
+
+@every_method
 def test_a_checkpoint_survives_a_file_that_may_hold_tensors_only(name: str, tmp_path: Any) -> None:
     private, loss = maker(METHODS[name].method)(lk.SeededNoise(4))
     with private:

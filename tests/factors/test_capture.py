@@ -226,6 +226,39 @@ def test_positions_in_a_checkpoint_are_no_examples(use_reentrant: bool) -> None:
     assert distance(caught(model, losses, batch), expected) < 1e-9
 
 
+class Inner(nn.Module):
+    """A layer and weights of its own, in a function that may be compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, FEATURES)
+        self.scale = nn.Parameter(torch.randn(FEATURES))
+        self.function: Callable[[Tensor], Tensor] = self._run
+
+    def _run(self, x: Tensor) -> Tensor:
+        return torch.tanh(F.linear(self.layer(x), self.layer.weight)) * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x) + x
+
+
+# The compiler looks into the shape checks that tests load lowkey with, and at tensors in ways that torch itself warns of.
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", r"ignore:The \.grad attribute:UserWarning")
+@pytest.mark.parametrize("is_warm", [True, False])
+@pytest.mark.parametrize("place", ["around", "inside"])
+def test_a_compiled_function_around_or_inside_a_model_leaves_its_gradients_right(place: str, is_warm: bool) -> None:
+    torch.compiler.reset()
+    model, batch = Inner(), sequence()
+    expected = looped(model, losses, batch)
+    compiled = torch.compile(losses if place == "around" else model.function, backend="eager")
+    if place == "inside":
+        model.function = compiled
+    if is_warm:
+        (compiled(model, batch) if place == "around" else compiled(batch["x"])).sum().backward()
+        model.zero_grad()
+    assert distance(caught(model, compiled if place == "around" else losses, batch), expected) < 1e-9
+
+
 def test_a_frozen_model_around_one_weight_is_left_alone() -> None:
     model = nn.Sequential(nn.Linear(FEATURES, 5), nn.LSTM(5, FEATURES, batch_first=True))
     for name, parameter in model.named_parameters():

@@ -127,3 +127,12 @@ def test_an_input_is_reduced_at_once_only_where_that_leaves_less_of_it(rank: int
             losses = model(torch.randn(2, 4, 6, 6, dtype=torch.float64)).squeeze(1)
         private.backward(losses)
     assert ((2, 4, 6, 6) not in kept) is is_reduced
+
+
+@pytest.mark.parametrize("rank", [4, 9], ids=["patches", "pixels"])
+def test_a_reduced_input_of_no_example_has_no_row(rank: int) -> None:
+    model = torch.nn.Sequential(torch.nn.Conv2d(8, 16, 3, padding=1), torch.nn.Flatten(), torch.nn.Linear(16 * 36, 1))
+    plan = lk.Plan(noise_multiplier=1.0, delta=1e-5, num_examples=100, expected_batch_size=2, num_steps=2)
+    with lk.privatize(model, partial(torch.optim.SGD, lr=0.1), method=lk.Grape(rank=rank), plan=plan, clip_norm=1.0) as private:
+        private.backward(model(torch.empty(0, 8, 6, 6)).squeeze(1))
+        assert private.step().num_steps_left == 1

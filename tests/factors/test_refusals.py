@@ -193,6 +193,33 @@ def test_an_operation_that_mixes_examples_inside_itself_is_refused() -> None:
         backward(model, rows())
 
 
+SHARED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "matrix": lambda m, x: F.linear(x, x.T @ x, m.scale),
+    "bias": lambda m, x: F.linear(x, m.layer.weight, x.mean(0)),
+    "kernel": lambda m, x: F.conv1d(x[:, :, None], (x.T @ x)[:, :, None], m.scale)[..., 0],
+    "bias of a kernel": lambda m, x: F.conv1d(x[:, :, None], m.layer.weight[:, :, None], x.mean(0))[..., 0],
+    "scale of a layer norm": lambda m, x: F.layer_norm(x, (FEATURES,), x.mean(0), m.scale),
+    "shift of a layer norm": lambda m, x: F.layer_norm(x, (FEATURES,), m.scale, x.mean(0)),
+    "scale of a group norm": lambda m, x: F.group_norm(x, 2, x.mean(0), m.scale),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_a_weight_that_is_computed_from_the_batch_is_refused_beside_a_trained_one(name: str) -> None:
+    with pytest.raises(lk.UnsupportedLayerError, match="computed from the batch"):
+        backward(Apply(after=SHARED[name]), rows())
+
+
+def test_a_weight_without_gradient_beside_a_trained_one_is_a_constant() -> None:
+    matrix = torch.eye(FEATURES) * 3
+    backward(Apply(after=lambda m, x: F.linear(x, matrix, m.scale)), rows())
+
+
+def test_a_layer_that_runs_on_no_row_of_a_batch_is_refused() -> None:
+    with pytest.raises(lk.ShapeError, match="used on 0 rows while 6 losses"):
+        backward(Apply(after=lambda m, x: x + m.layer(x[:0]).sum()), rows())
+
+
 # -- data that would leave without noise -------------------------------------------------------------------------------
 
 
@@ -313,6 +340,26 @@ def test_losses_that_are_not_one_per_example_are_refused(losses: Losses) -> None
 def test_a_compiled_model_is_refused() -> None:
     with pytest.raises(lk.UnsupportedLayerError, match=r"torch\.compile"):
         attach(torch.compile(nn.Linear(FEATURES, 2)))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda model: torch.jit.trace(model, rows())], ids=["script", "trace"])
+def test_a_model_of_torch_jit_is_refused(make: Callable[[nn.Module], nn.Module]) -> None:
+    with pytest.raises(lk.UnsupportedLayerError, match=r"torch\.jit"):
+        attach(make(nn.Linear(FEATURES, 2)))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_frozen_part_of_torch_jit_is_a_function_of_the_data() -> None:
+    frozen = torch.jit.script(nn.Linear(FEATURES, 3).requires_grad_(False))
+    backward(nn.Sequential(frozen, nn.Linear(3, 2)), rows())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", r"ignore:The \.grad attribute:UserWarning")
+def test_a_private_model_is_no_part_of_a_whole_compiled_graph() -> None:
+    model = nn.Linear(FEATURES, 2)
+    with attach(model), pytest.raises(RuntimeError, match="cannot be part of a compiled graph"):
+        torch.compile(model, backend="eager", fullgraph=True)(rows())
 
 
 def test_a_backward_pass_outside_private_is_refused() -> None:

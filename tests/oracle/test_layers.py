@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from per_example import assert_caught, caught, distance, looped
+from per_example import Watched, assert_caught, caught, distance, looped
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -235,6 +235,16 @@ def test_layer_between_linear_layers_passes_gradients_on(name: str) -> None:
         pytest.skip("indices have no gradient")
     model = nn.Sequential(nn.Linear(x.shape[-1], x.shape[-1]), make(), nn.Linear(make()(x).shape[-1], 2))
     assert_caught(model, losses, {"input": x})
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+@pytest.mark.parametrize("name", LAYERS)
+def test_layer_gives_no_row_for_no_example(name: str) -> None:
+    make, inputs = LAYERS[name]
+    model = make()
+    expected = model(inputs()[:1])
+    found = Watched(model).output(inputs()[:0])
+    assert found.shape == (0, *expected.shape[1:])
 
 
 def _argument(module: nn.Module) -> Iterator[str]:

@@ -49,6 +49,11 @@ class Watched:
         frozen = {name: p for name, p in model.named_parameters() if name not in self.parameters}
         self.capture.set_constants({**dict(model.named_buffers()), **frozen})
 
+    def output(self, *inputs: Tensor) -> Tensor:
+        """Run a forward pass under the capture."""
+        with self.capture.watching():
+            return self.model(*inputs)
+
     def factors(self, losses: Losses, batch: Batch) -> dict[str, Factor]:
         taps = Taps(self.model, self.capture, self.parameters)
         try:

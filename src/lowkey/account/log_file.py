@@ -188,5 +188,4 @@ def _let_go_in_child() -> None:
         log.close()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(after_in_child=_let_go_in_child)

@@ -236,7 +236,7 @@ class Collector:
 
     def _check_rows(self, num_rows: int, target: Weight | Derived) -> int:
         batch = self.batch_size
-        if num_rows % batch:
+        if not num_rows or num_rows % batch:
             label = target.label if isinstance(target, Derived) else target.name
             raise ShapeError(
                 f"'{label}' was used on {num_rows} rows while {batch} losses were given. "

@@ -16,7 +16,7 @@ from lowkey.factors.capture import Site
 from lowkey.factors.collector import Axis
 from lowkey.factors.elementwise import sum_positions
 from lowkey.factors.factor import widen
-from lowkey.factors.fallback import by_example
+from lowkey.factors.fallback import by_example, shared
 from lowkey.factors.kernels import Convolution, Geometry, Reduction
 from lowkey.factors.registry import MARK, Call, rule
 
@@ -104,9 +104,9 @@ def _convolve(
         if reduction is not None:
             with torch.no_grad():
                 kept = reduction.run(kept)
-    plain = None if bias is None else bias.detach()
+    plain_bias = None if bias is None else shared(call, bias)
     sites = (site, bias_site, reduction)
-    return _Convolution.apply(inputs, weight.detach(), plain, kept, call.capture.anchor, geometry, sites)
+    return _Convolution.apply(inputs, shared(call, weight), plain_bias, kept, call.capture.anchor, geometry, sites)
 
 
 def _worthwhile(site: Site, weight: Tensor, inputs: Tensor, geometry: Geometry) -> Reduction | None:
@@ -115,7 +115,7 @@ def _worthwhile(site: Site, weight: Tensor, inputs: Tensor, geometry: Geometry) 
     if basis is None:
         return None
     reduction = Reduction(basis, geometry, tuple(weight.shape))
-    return reduction if reduction.numel(inputs) < _WORTHWHILE * inputs[0].numel() else None
+    return reduction if reduction.numel(inputs) < _WORTHWHILE * inputs.shape[1:].numel() else None
 
 
 def _each(value: int | tuple[int, ...], dims: int) -> tuple[int, ...]:

@@ -64,9 +64,10 @@ class _Replay:
         args, kwargs = pytree.tree_unflatten(flat, self._spec)
         return self._function(*args, **kwargs)
 
-    def num_rows(self) -> int:
-        sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor, data in zip(self.tensors, self._is_data, strict=True) if data}
-        return sizes.pop() if len(sizes) == 1 else 0
+    def num_rows(self) -> int | None:
+        """Return how many rows all data arguments have, or None if they do not agree."""
+        sizes = {tensor.shape[0] if tensor.dim() else None for tensor, data in zip(self.tensors, self._is_data, strict=True) if data}
+        return sizes.pop() if len(sizes) == 1 else None
 
     def gradients(self, tensors: Sequence[Tensor], output: Tensor, backprops: Tensor) -> list[Tensor]:
         """Return for each tensor argument its gradient, with a row per row of the batch."""
@@ -131,7 +132,7 @@ def by_example(call: Call) -> Tensor:
     """Catch an operation that has no rule."""
     replay = _Replay(call)
     num_rows = replay.num_rows()
-    if not num_rows:
+    if num_rows is None:
         raise UnsupportedLayerError(
             f"{replay.labels} met data in {replay.name}, whose arguments do not share a batch axis, so no per-example gradient is known. "
             "Every data argument needs the examples on its first axis. "
@@ -152,3 +153,20 @@ def by_example(call: Call) -> Tensor:
 
 def _plain(tensor: Tensor, site: Site | None) -> Tensor:
     return tensor if site is None else tensor.detach()
+
+
+def shared(call: Call, operand: Tensor) -> Tensor:
+    """Return an operand that every example meets, without its graph: a weight's gradient goes to its site, and a constant has none.
+
+    Raises:
+        UnsupportedLayerError: It is data that passes a gradient on, to examples that nobody could tell apart.
+    """
+    if operand.requires_grad and call.capture.is_data(operand):
+        # PRIVACY: without its graph, examples that it mixes would go unnoticed, and what made it would go untrained.
+        raise UnsupportedLayerError(
+            f"{call.function.__name__} was given a weight or bias of shape {tuple(operand.shape)} that was computed from the batch, "
+            "or from parameters outside the forward pass of the model. "
+            "All examples of the batch share it, so no per-example gradient is known. "
+            "Compute it from parameters alone, inside a module's forward."
+        )
+    return operand.detach()

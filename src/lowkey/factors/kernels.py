@@ -116,7 +116,7 @@ class Reduction:
 
     def numel(self, inputs: Tensor) -> int:
         """Return how many numbers of an example are left."""
-        positions = inputs[0, 0].numel() if self.is_pixelwise else self.geometry.num_positions(inputs, self.kernel_shape[2:])
+        positions = inputs.shape[2:].numel() if self.is_pixelwise else self.geometry.num_positions(inputs, self.kernel_shape[2:])
         return positions * self.basis.shape[1]
 
     def run(self, inputs: Tensor) -> Tensor:

@@ -58,12 +58,16 @@ def select(model: nn.Module, trainable: Selection) -> dict[str, nn.Parameter]:
     elif callable(trainable):
         chosen = {name: parameter for name, parameter in everything.items() if trainable(name, parameter)}
     else:
-        chosen = _named(everything, trainable)
+        chosen = _named(model, trainable)
     if not chosen:
         raise ConfigError(
             "no parameter is trainable. A private step needs at least one. Set requires_grad=True, or pass trainable=[names]."
         )
     for name, parameter in chosen.items():
+        if nn.parameter.is_lazy(parameter):
+            raise ConfigError(
+                f"'{name}' has no shape yet. A sketch and a sum need it before the first batch. Run the lazy module on a dummy batch first."
+            )
         if not parameter.is_floating_point():
             raise ConfigError(
                 f"'{name}' has dtype {parameter.dtype}. Only floating-point parameters can be trained. Leave it out of trainable."
@@ -75,7 +79,10 @@ def select(model: nn.Module, trainable: Selection) -> dict[str, nn.Parameter]:
     return chosen
 
 
-def _named(everything: Mapping[str, nn.Parameter], names: Collection[str]) -> dict[str, nn.Parameter]:
+def _named(model: nn.Module, names: Collection[str]) -> dict[str, nn.Parameter]:
+    """Return the named parameters, a tied one under its first name whichever of its names was given."""
+    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    everything = dict(model.named_parameters(remove_duplicate=False))
     listed = list(names)
     # A tensor is told by its type: its values are weights, and no error prints those.
     unknown = [
@@ -89,7 +96,7 @@ def _named(everything: Mapping[str, nn.Parameter], names: Collection[str]) -> di
             "It must hold names from model.named_parameters(), or be a function of (name, parameter). "
             f"The first names are {list(everything)[:5]}."
         )
-    return {name: everything[name] for name in listed}
+    return {first_names[id(everything[name])]: everything[name] for name in listed}
 
 
 def require_module(model: object) -> None:

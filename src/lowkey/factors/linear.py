@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from lowkey.factors.capture import Site
 from lowkey.factors.collector import Axis
 from lowkey.factors.elementwise import ROW_REPLAYS, sum_positions
-from lowkey.factors.fallback import by_example
+from lowkey.factors.fallback import by_example, shared
 from lowkey.factors.inputs import Kept, restore
 from lowkey.factors.registry import MARK, Call, rule
 
@@ -76,8 +76,9 @@ def _apply(call: Call, inputs: Tensor, weight: Tensor, bias: Tensor | None, turn
         site = Site(site.collector, site.target, not site.transposed)
     bias_site = None if bias is None else call.capture.site(bias)
     kept = None if site is None else site.keep(inputs, Axis.COLS)
-    plain = weight.detach().T if turn else weight.detach()
-    return _Product.apply(inputs, plain, None if bias is None else bias.detach(), kept, call.capture.anchor, (site, bias_site))
+    matrix = shared(call, weight)
+    plain_bias = None if bias is None else shared(call, bias)
+    return _Product.apply(inputs, matrix.T if turn else matrix, plain_bias, kept, call.capture.anchor, (site, bias_site))
 
 
 @rule(torch.addmm, Tensor.addmm)

@@ -17,7 +17,7 @@ from lowkey.errors import UnsupportedLayerError
 from lowkey.factors.capture import Site
 from lowkey.factors.elementwise import per_example
 from lowkey.factors.factor import widen
-from lowkey.factors.fallback import by_example
+from lowkey.factors.fallback import by_example, shared
 from lowkey.factors.registry import MARK, Call, guard, rule
 
 _Sites = tuple[Site | None, Site | None]
@@ -78,7 +78,7 @@ class _GroupNorm(torch.autograd.Function):
     def forward(
         ctx: Any, inputs: Tensor, weight: Tensor | None, bias: Tensor | None, anchor: Tensor, groups: int, eps: float, sites: _Sites
     ) -> Tensor:
-        ctx.sizes = (inputs.shape[0], inputs.shape[1], inputs[0, 0].numel(), groups)
+        ctx.sizes = (inputs.shape[0], inputs.shape[1], inputs.shape[2:].numel(), groups)
         output, mean, rstd = torch.native_group_norm(inputs, weight, bias, *ctx.sizes, eps)
         ctx.sites = sites
         ctx.save_for_backward(inputs, mean, rstd, weight, MARK)
@@ -114,8 +114,8 @@ def _full_precision(inputs: Tensor) -> Tensor:
     return inputs.float() if torch.is_autocast_enabled(inputs.device.type) else inputs
 
 
-def _plain(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach()
+def _plain(call: Call, tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else shared(call, tensor)
 
 
 @rule(F.layer_norm, torch.layer_norm)
@@ -135,9 +135,8 @@ def _layer_norm(
 ) -> Tensor:
     if not call.capture.is_data(input):
         return by_example(call)
-    return _LayerNorm.apply(
-        _full_precision(input), _plain(weight), _plain(bias), call.capture.anchor, list(normalized_shape), eps, _sites(call, weight, bias)
-    )
+    operands = (_full_precision(input), _plain(call, weight), _plain(call, bias))
+    return _LayerNorm.apply(*operands, call.capture.anchor, list(normalized_shape), eps, _sites(call, weight, bias))
 
 
 @rule(F.group_norm, torch.group_norm)
@@ -157,8 +156,8 @@ def _group_norm(
 ) -> Tensor:
     if not call.capture.is_data(input):
         return by_example(call)
-    inputs = _full_precision(input).contiguous()
-    return _GroupNorm.apply(inputs, _plain(weight), _plain(bias), call.capture.anchor, num_groups, eps, _sites(call, weight, bias))
+    operands = (_full_precision(input).contiguous(), _plain(call, weight), _plain(call, bias))
+    return _GroupNorm.apply(*operands, call.capture.anchor, num_groups, eps, _sites(call, weight, bias))
 
 
 @rule(F.rms_norm, torch.rms_norm)

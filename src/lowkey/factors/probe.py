@@ -14,7 +14,7 @@ from lowkey.factors.factor import Dense, Factor, wide_dtype
 
 def probe(
     losses: Callable[[], Tensor], parameters: Mapping[str, Tensor], directions: Mapping[str, Tensor], *, scale: float, block: str
-) -> PerExample[Factor]:
+) -> PerExample[Factor] | None:
     """Take each example's central difference `(f(w + scale u) - f(w - scale u)) / (2 scale)`.
 
     Args:
@@ -25,7 +25,7 @@ def probe(
         block: The name of the one coordinate that stands for the direction.
 
     Returns:
-        One number per example.
+        One number per example; None of a microbatch without examples.
 
     Guarantee:
         Row `b` depends on example `b` only, where a model keeps examples apart.
@@ -41,6 +41,8 @@ def probe(
         move(scale)
         with _same_randomness(parameters):
             ahead = losses()
+        if not ahead.numel():
+            return None
         move(-scale)
         behind = losses()
     # NUMERICS: the difference of two nearly equal losses is taken in the dtype that sums are held in.
