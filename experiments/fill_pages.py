@@ -121,3 +121,7 @@ def _names(names: list[str]) -> str:
 def _cell(standing: Standing) -> str:
     mark = {1: " ▲", -1: " ▼", 0: ""}[standing.versus]
     return f"{standing.mean:.3f} ± {standing.spread:.3f}{mark}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

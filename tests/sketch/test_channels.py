@@ -60,17 +60,20 @@ def test_coordinates_rotate_into_a_later_basis() -> None:
 
 
 class Strided(nn.Module):
-    """Convolutions whose inputs have many channels: one keeps its resolution, one halves it, one is used on two inputs."""
+    """Convolutions whose inputs have many channels: one keeps its resolution, one halves it, one is used on two inputs; and one of a
+    single tap, whose input is reduced at once because its stride leaves a quarter of it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Conv2d(2, 12, 3, padding=1)
-        self.second = nn.Conv2d(12, 20, 3, stride=2, padding=1)
-        self.again = nn.Conv2d(20, 20, 3, padding="same")
-        self.head = nn.Linear(20, 4)
+        self.first = nn.Conv2d(2, 24, 3, padding=1)
+        self.second = nn.Conv2d(24, 30, 3, stride=2, padding=1)
+        self.again = nn.Conv2d(30, 30, 3, padding="same")
+        self.shortcut = nn.Conv2d(24, 30, 1, stride=2, bias=False)
+        self.head = nn.Linear(30, 4)
 
     def forward(self, images: Tensor) -> Tensor:
-        hidden = self.second(torch.tanh(self.first(images)))
+        first = torch.tanh(self.first(images))
+        hidden = self.second(first) + self.shortcut(first)
         hidden = torch.tanh(self.again(torch.tanh(self.again(hidden))))
         return self.head(hidden.mean((2, 3)))
 
@@ -91,7 +94,7 @@ def test_grape_keeps_whole_channels_where_the_rank_holds_one_and_they_are_at_mos
         kinds = {name: type(sketch) for name, sketch in private.sketches.items() if "weight" in name}
         shapes = {name: dict(sketch.blocks)[name] for name, sketch in private.sketches.items()}
     assert kinds["second.weight"] is kinds["again.weight"] is kinds["first.weight"] is Channels
-    assert (shapes["first.weight"], shapes["second.weight"]) == ((12, 1, 3, 3), (20, 1, 3, 3))
+    assert (shapes["first.weight"], shapes["second.weight"]) == ((24, 1, 3, 3), (30, 1, 3, 3))
     with lk.privatize(Strided(), SGD, method=lk.Grape(rank=6), plan=NO_NOISE, clip_norm=1.0) as private:
         assert isinstance(private.sketches["second.weight"], OneSided)
 
@@ -116,15 +119,15 @@ def test_a_step_is_that_of_gradients_that_were_formed_and_sketched(sizes: tuple[
 def test_decoding_what_was_sketched_is_right_on_average(distribution: str) -> None:
     torch.manual_seed(1)
     model = Strided().double()
-    gradient = torch.randn(20, 12, 3, 3, dtype=torch.float64)
+    gradient = torch.randn(30, 24, 3, 3, dtype=torch.float64)
     total, draws = torch.zeros_like(gradient), 600
     for seed in range(draws):
         method = lk.Grape(rank=18, distribution=distribution)
         with lk.privatize(model, SGD, method=method, plan=NO_NOISE, clip_norm=1.0, seed=seed) as private:
             sketch = private.sketches["second.weight"]
             total += sketch.decode(sketch.encode(gradient))
-    # One draw is off by sqrt(C / K + 1) < 2.7 times the gradient's length at most; the mean of many by that over the root of their number.
-    assert float((total / draws - gradient).norm() / gradient.norm()) < 3.0 * 2.7 / draws**0.5
+    # One draw is off by sqrt(C / K + 1) < 3.7 times the gradient's length at most; the mean of many by that over the root of their number.
+    assert float((total / draws - gradient).norm() / gradient.norm()) < 3.0 * 3.7 / draws**0.5
 
 
 @pytest.mark.parametrize("on_refresh", ["keep", "rotate", "reset"])

@@ -112,7 +112,8 @@ class Reduction:
     @property
     def is_pixelwise(self) -> bool:
         """Whether pixels are reduced one by one, so that a kernel of fewer channels is left to be moved over them."""
-        return len(self.basis) == self.kernel_shape[1]
+        # Under a single tap a patch is a pixel, and only those that the kernel meets are wanted.
+        return len(self.basis) == self.kernel_shape[1] < math.prod(self.kernel_shape[1:])
 
     def numel(self, inputs: Tensor) -> int:
         """Return how many numbers of an example are left."""
