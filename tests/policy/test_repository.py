@@ -48,6 +48,14 @@ def test_the_readme_fits_in_120_lines() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 
 
+SCRIPTS = [path for folder in ("benchmarks", "examples", "experiments", "scripts") for path in sorted((ROOT / folder).glob("*.py"))]
+
+
+@pytest.mark.parametrize("path", [path for path in SCRIPTS if "def main(" in path.read_text(encoding="utf-8")], ids=lambda path: path.name)
+def test_a_script_with_a_main_function_calls_it(path: Path) -> None:
+    assert 'if __name__ == "__main__":' in path.read_text(encoding="utf-8")
+
+
 def locked_versions() -> dict[str, str]:
     lines = (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines()
     pins = [line.split("==") for line in lines if line and not line.startswith("#")]

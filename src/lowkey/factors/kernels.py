@@ -21,6 +21,8 @@ _SLOWER = 3
 """How much longer products of patches take than kernels, for the same number of multiplications."""
 _IN_CACHE = 1 << 20
 """Temporaries over a batch are cut so that they hold about this many numbers."""
+_KERNELS = 600_000
+"""Kernels are formed about this many numbers at a time, of a power of two of examples; more at once were seen to take twice as long."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,8 @@ class Convolution:
         # Products cost positions^2 * channels per example, kernels positions * numel, and those run faster.
         if _SLOWER * positions * channels >= math.prod(self.shape) or self.geometry.groups > 1:
             # PRIVACY: a batch is summed in another order than an example alone; where terms cancel, the sum holds what the norm does not.
-            return (Dense(self.dense()).squared_norms().sqrt() + self._rounding()).square()
+            squares = torch.cat([Dense(part._kernels()).squared_norms() for part in self._in_parts()])
+            return (squares.sqrt() + self._rounding()).square()
         few = _IN_CACHE // (positions * max(positions, math.prod(self._kernel_shape[1:])))
         return torch.cat([part._squared_norms_by_products() for part in self.split(few)])
 
@@ -159,9 +162,9 @@ class Convolution:
         total.add_(self.geometry.backward(scaled, widen(self.inputs), self._kernel(), of_input=False).view(self.shape))
 
     def dense(self) -> Tensor:
-        few = max(1, _IN_CACHE // max(self.inputs[0].numel(), self.backprops[0].numel(), math.prod(self.shape)))
+        parts = self._in_parts()
         kernels = self._kernel().new_empty(len(self.backprops), *self.shape)
-        for part, place in zip(self.split(few), kernels.split(few), strict=True):
+        for part, place in zip(parts, kernels.split(len(parts[0].backprops)), strict=True):
             place.copy_(part._kernels())
         return kernels
 
@@ -202,6 +205,11 @@ class Convolution:
         few = max(1, few)
         sides = zip(self.backprops.split(few), self.inputs.split(few), strict=True)
         return [replace(self, backprops=backprops, inputs=inputs) for backprops, inputs in sides]
+
+    def _in_parts(self) -> list[Convolution]:
+        """Return as many examples at a time as their kernels are best formed together."""
+        few = min(_IN_CACHE // max(self.inputs[0].numel(), self.backprops[0].numel()), _KERNELS // math.prod(self.shape))
+        return self.split(1 << max(0, few.bit_length() - 1))
 
     def _squared_norms_by_products(self) -> Float[Tensor, " B"]:
         rows, shape = widen(self.backprops).flatten(2), self._kernel_shape
