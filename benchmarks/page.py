@@ -33,8 +33,9 @@ def steps_text(result: dict[str, Any]) -> str:
 
 
 def _rounds(result: dict[str, Any]) -> str:
-    if all(measured["time"] for measured in result["workloads"].values()):
-        return f"Times are medians of {result['settings']['rounds']} rounds."
+    counts = sorted({len(taken) for measured in result["workloads"].values() for taken in measured["time"].values()})
+    if counts:
+        return f"Times are medians of {' to '.join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))} rounds."
     return "Memory alone: no time has been taken on a machine that was free."
 
 

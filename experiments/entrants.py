@@ -19,10 +19,10 @@ import lowkey as lk
 from lowkey.methods import Method
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
-SGD_STEPS = (0.03, 0.1)
+SGD_STEPS = (0.1, 0.3)
 """SGD's learning rate times the clip norm: how far a clipped gradient moves the weights at once, before momentum."""
 MOMENTUM = 0.9
-LENGTHS = (0.03, 0.1, 0.3, 1.0)
+LENGTHS = (0.1, 0.3, 1.0, 3.0)
 """The longest step of a zeroth-order method, as a distance between weights."""
 
 
