@@ -97,7 +97,8 @@ def kept_bytes(model: nn.Module, tokens: Tensor) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in owned:
             kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        # Detached: an operation that saved its own output with its graph would hold itself, and every activation behind it, for good.
+        return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         total = losses(model, tokens).mean()
