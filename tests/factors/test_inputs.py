@@ -20,6 +20,7 @@ from lowkey.factors.inputs import ACTIVATIONS, Kept, restore
 from lowkey.sketch import Identity
 
 EXAMPLES, POSITIONS, NARROW, WIDE = 4, 5, 3, 8
+IN_ORDER = sorted(ACTIVATIONS, key=lambda function: function.__name__)
 
 
 class Block(nn.Module):
@@ -56,7 +57,7 @@ def _identities_want_whole_inputs_as_sketches_of_outputs_do(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("activation", IN_ORDER, ids=lambda function: function.__name__)
 def test_an_activation_saves_its_input_and_not_its_output(activation: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
     x = torch.randn(5, 3, dtype=dtype, requires_grad=True)
     with torch.autocast("cpu"):
@@ -104,7 +105,7 @@ def _by_name(hidden: Tensor) -> Tensor:
 
 
 CASES = {
-    **{function.__name__: function for function in ACTIVATIONS},
+    **{function.__name__: function for function in IN_ORDER},
     "gelu by tanh": partial(F.gelu, approximate="tanh"),
     "elu with an option by place": lambda hidden: F.elu(hidden, 0.3),
     "its output is written to": _written_afterwards,
