@@ -7,24 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from audited import batch_of
+from audited import Layer, batch_of
 from dense_steps import NO_NOISE, clipped_mean, dense_gradients, take, twins
-from torch import Tensor, nn
+from torch import Tensor
 
 import lowkey as lk
 
 RATE, DECAY, BOUND, EVERY = 0.05, 0.1, 0.3, 2
-
-
-class Layer(nn.Module):
-    """One matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(12, 9, bias=False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.body(inputs)
 
 
 class Moments:

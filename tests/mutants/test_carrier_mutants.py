@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from audited import batch_of, cross_entropy, maker
+from audited import Layer, batch_of, cross_entropy, maker
 from dense_steps import NO_NOISE, clipped_mean, dense_gradients, twins
-from torch import Tensor, nn
+from torch import Tensor
 
 import lowkey as lk
 from lowkey.audit import Check, mechanism
@@ -203,17 +203,6 @@ def carriers_not_orthonormal(patch: Patch) -> None:
 def history_without_its_start(patch: Patch) -> None:
     """Follow the weight where the history is asked for."""
     patch.setattr(RGP._HistoricalCarriers, "_followed", lambda self, name, step: self._start.weights[name].detach().flatten(1))
-
-
-class Layer(nn.Module):
-    """One matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(12, 9, bias=False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.body(inputs)
 
 
 def two_steps_are_projections() -> bool:

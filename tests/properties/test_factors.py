@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowkey.boundary import Provenance
 from lowkey.factors import Axis, Dense, Factor, OneHot, Outer
-from lowkey.factors.factor import Union, combine, compact
+from lowkey.factors.factor import Union, combine
 from lowkey.sketch import Distribution, OneSided, draw_basis
 
 sizes = st.integers(1, 6)
@@ -82,7 +82,9 @@ def test_norm_of_a_lookup_is_the_dense_norm(outer: Outer) -> None:
 
 @given(outers(torch.float64))
 def test_a_compacted_factor_is_the_same_gradient(outer: Outer) -> None:
-    torch.testing.assert_close(compact(outer).dense(), exactly(outer), rtol=1e-12, atol=1e-6 * float(exactly(outer).abs().max()) + 1e-300)
+    torch.testing.assert_close(
+        outer.compacted().dense(), exactly(outer), rtol=1e-12, atol=1e-6 * float(exactly(outer).abs().max()) + 1e-300
+    )
 
 
 @st.composite

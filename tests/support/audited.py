@@ -31,6 +31,17 @@ class Mlp(nn.Module):
         return self.body(self.frozen(inputs) + self.shift)
 
 
+class Layer(nn.Module):
+    """One matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(12, 9, bias=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.body(inputs)
+
+
 class Twice(nn.Module):
     """One weight in two places that pull the same way."""
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowkey.boundary import PerExample
 from lowkey.errors import PrivacyBoundaryError, ShapeError, UnsupportedLayerError
-from lowkey.factors.factor import Dense, Factor, OneHot, Outer, Side, combine, compact
+from lowkey.factors.factor import Dense, Factor, OneHot, Outer, Side, combine
 from lowkey.factors.inputs import Inputs, Kept
 from lowkey.factors.kernels import Convolution
 
@@ -265,9 +265,7 @@ class Collector:
 
 def _compacted(block: Factor) -> Factor:
     """Turn a product into plain gradients where those are smaller."""
-    if isinstance(block, Convolution):
-        return block.compacted()
-    return compact(block) if isinstance(block, Outer) else block
+    return block.compacted() if isinstance(block, Outer | Convolution) else block
 
 
 def _per_row(value: Tensor, parameters: list[Tensor], cotangents: Tensor) -> Sequence[Tensor | None]:

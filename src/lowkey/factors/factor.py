@@ -132,6 +132,11 @@ class Outer:
         """Multiply the side of the rows."""
         return Outer(_times(self.rows, basis), self.cols, shape)
 
+    def compacted(self) -> Factor:
+        """Return plain gradients where those are smaller."""
+        is_smaller = _width(self.rows) * _width(self.cols) * _batch(self.rows) <= self.numel
+        return Dense(self.dense()) if is_smaller else self
+
     def dense(self) -> Tensor:
         batch = _batch(self.rows)
         if isinstance(self.rows, OneHot) or isinstance(self.cols, OneHot):
@@ -196,13 +201,6 @@ def combine(factors: Sequence[Factor]) -> Factor:
         cols = torch.cat([outer.cols for outer in outers if isinstance(outer.cols, Tensor)], dim=1)
         return Outer(rows, cols, first.shape)
     return Union(tuple(outers))
-
-
-def compact(factor: Outer) -> Factor:
-    """Turn an outer product into plain gradients where those are smaller."""
-    if _width(factor.rows) * _width(factor.cols) * _batch(factor.rows) <= factor.numel:
-        return Dense(factor.dense())
-    return factor
 
 
 def gram_squared_norms(parts: Sequence[Outer]) -> Float[Tensor, " B"]:

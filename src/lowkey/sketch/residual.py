@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lowkey.boundary import Blocks, Provenance
 from lowkey.factors import Axis, Convolution, Dense, Factor, Outer
-from lowkey.factors.factor import compact
 from lowkey.release.arithmetic import in_full_precision
 from lowkey.sketch.eigen import overlap
 from lowkey.sketch.shared import combine_directions, coordinates_of_dense, coordinates_of_products
@@ -83,7 +82,7 @@ class WithResidual:
         """Split products."""
         # PRIVACY: the residual's norm is a difference, which coordinates of 11 or 8 bits would spoil: they are taken in full precision.
         with in_full_precision(self.matrix.device):
-            whole = products.compacted() if isinstance(products, Convolution) else compact(products)
+            whole = products.compacted()
             if isinstance(whole, Dense):
                 return self._split_dense(whole.value)
             coordinates = coordinates_of_products(products, self.matrix)
